@@ -1,0 +1,31 @@
+"""Podium: reinforcement learning for language models.
+
+`podium.train(podium.Settings.from_toml("run.toml"))` does what `podium train run.toml` does. Importing the package
+loads nothing heavy: torch comes in with the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from podium.records import Group, Prompt, Rollout, Row
+
+if TYPE_CHECKING:
+    from podium.reward._contract import declare_range
+    from podium.runtime.local import evaluate, train
+    from podium.settings import Settings
+
+__version__ = "0.1.0"
+__all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "evaluate", "train"]
+
+_LAZY = {
+    "Settings": "podium.settings",
+    "declare_range": "podium.reward._contract",
+    "evaluate": "podium.runtime.local",
+    "train": "podium.runtime.local",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'podium' has no attribute {name!r}")

@@ -1,0 +1,177 @@
+"""The command `podium`. Nothing heavy is imported before a command needs it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podium import __version__
+from podium.errors import InputError, PodiumError
+
+FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.", "report.")
+"""Settings that may change when a run goes on; any other would make it another run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 bad input, 130/143 stopped by a signal, 1 anything else."""
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        return options.command(options, overrides)
+    except PodiumError as error:
+        print(f"podium: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def console() -> None:
+    sys.exit(main())
+
+
+def train(options: argparse.Namespace, overrides: list[str]) -> int:
+    settings = _settings(options, overrides)
+    from podium.runtime.local import train as run
+
+    return run(settings).exit_code
+
+
+def resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.run_folder import RunFolder
+    from podium.settings import Settings, override, read_toml
+
+    folder = RunFolder.open(options.run)
+    for flag in overrides:
+        key = flag.removeprefix("--").partition("=")[0]
+        if not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
+            raise InputError(
+                f"{key} cannot change on resume: the run would no longer be the same one. Free: {', '.join(FREE_ON_RESUME)}; "
+                f"to insist, add --allow-change {key}"
+            )
+    tables = _with_console_mode(override(read_toml(folder.settings), overrides), options)
+    settings = Settings.from_dict(tables)
+    if folder.state == "finished" and not overrides and options.step is None:
+        print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
+        return 0
+    from podium.runtime.local import resume as run
+
+    return run(settings, folder, options.step).exit_code
+
+
+def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.settings import Settings, override, read_toml
+
+    target = Path(options.model)
+    is_run = (target / "settings.toml").is_file()
+    if options.settings is None and not is_run:
+        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
+    tables = override(read_toml(options.settings or target / "settings.toml"), overrides)
+    weights = target / "final" if is_run else None
+    if weights is not None and not weights.is_dir():
+        raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
+    if not is_run:
+        tables.setdefault("model", {}).update(name=options.model, lora=False)
+    settings = Settings.from_dict(tables)
+    from podium.runtime.local import evaluate as run
+
+    metrics = run(settings, weights)
+    if options.json:
+        print(json.dumps(metrics))
+    else:
+        print("\n".join(f"{name:<20} {value:.4g}" for name, value in metrics.items()))
+    return 0
+
+
+def check(options: argparse.Namespace, overrides: list[str]) -> int:
+    settings = _settings(options, overrides)
+    from podium.check import check as run
+
+    print(run(settings))
+    return 0
+
+
+def show(options: argparse.Namespace, overrides: list[str]) -> int:
+    settings = _settings(options, overrides)
+    print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
+    return 0
+
+
+def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.lookup import STAGES, choices, find, option_help
+
+    if overrides:
+        raise InputError(f"podium list takes no {overrides[0]}")
+    if options.stage is not None and options.stage not in STAGES:
+        raise InputError(f"{options.stage!r} is not a stage; stages: {', '.join(STAGES)}")
+    for stage in [options.stage] if options.stage else STAGES:
+        print(stage)
+        for name in choices(stage):
+            thing = find(stage, name)
+            module = sys.modules[thing.__module__]
+            print(f"  {name:<14} {(module.__doc__ or '').strip().splitlines()[0]}")
+            for option, default, description in option_help(thing):
+                print(f"      {option} = {default}" + (f"   {description}" if description else ""))
+    return 0
+
+
+def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
+    from podium.settings import Settings, override, read_toml
+
+    return Settings.from_dict(_with_console_mode(override(read_toml(options.settings), overrides), options))
+
+
+def _with_console_mode(tables: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """`--json` and `--quiet` as the mode of the console report, which they add where there is none."""
+    mode = "json" if getattr(options, "json", False) else "quiet" if getattr(options, "quiet", False) else None
+    if mode is None or options.command not in (train, resume):
+        return tables
+    others = [table for table in tables.get("report", [{"name": "page"}]) if table.get("name") != "console"]
+    return {**tables, "report": [{"name": "console", "mode": mode}, *others]}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="podium",
+        description="Reinforcement learning for language models. A run is one TOML file; --section.key=value overrides it.",
+    )
+    parser.add_argument("--version", action="version", version=f"podium {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: Any, help_: str, *arguments: tuple[str, dict[str, Any]]) -> None:
+        sub = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
+        sub.set_defaults(command=function)
+        for argument, details in arguments:
+            sub.add_argument(argument, **details)
+
+    settings = ("settings", {"type": Path, "metavar": "SETTINGS"})
+    as_json = ("--json", {"action": "store_true", "help": "output for machines"})
+    quiet = ("--quiet", {"action": "store_true", "help": "the summary only"})
+    command("train", train, "start a run", settings, as_json, quiet)
+    command(
+        "resume",
+        resume,
+        "go on with a run",
+        ("run", {"type": Path, "metavar": "RUN"}),
+        ("--step", {"type": int, "help": "from this checkpoint instead of the newest"}),
+        ("--allow-change", {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}),
+        as_json,
+        quiet,
+    )
+    command(
+        "eval",
+        evaluate,
+        "held-out accuracy of a model or a run",
+        ("model", {"metavar": "MODEL|RUN"}),
+        ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
+        as_json,
+    )
+    command("check", check, "everything short of training: settings, data, rewards, memory", settings)
+    command("show", show, "the settings, resolved", settings, as_json)
+    command("list", list_choices, "the choices of a stage, with their options", ("stage", {"nargs": "?", "metavar": "STAGE"}))
+    return parser
+
+
+if __name__ == "__main__":
+    console()

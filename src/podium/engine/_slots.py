@@ -1,0 +1,131 @@
+"""The slots of the in-process engine: one a rollout being written, and the key-value cache under them.
+
+A slot's keys and values stand from column 0 on, in order of position, and each slot has a length of its own; so
+slots of any age share a batch, leave it and join it. Columns beyond a slot's length hold garbage and are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 64
+"""Columns added when the cache is full."""
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: `[slots, heads, columns, head_dim]`."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self.write_columns: torch.Tensor | None = None
+        """int64 `[slots]`, where the next token of each slot goes."""
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        raise AssertionError("slots are made from a prefilled prompt")
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Writes one token a slot and returns the columns in use."""
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.write_columns is not None
+        rows = torch.arange(len(key_states), device=key_states.device)
+        self.keys[rows, :, self.write_columns] = key_states[:, :, 0]
+        self.values[rows, :, self.write_columns] = value_states[:, :, 0]
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    used: int = 0
+    """Columns that any slot uses, the token being written included."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used, 0
+
+    def get_seq_length(self) -> int:
+        return self.used
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+@dataclass
+class Slots:
+    """Every tensor has one row a slot."""
+
+    request: torch.Tensor
+    """int64, index of the request that the slot works for."""
+    sample: torch.Tensor
+    """int64, which of the request's rollouts."""
+    seed: torch.Tensor
+    """int64"""
+    length: torch.Tensor
+    """int64, columns in use: prompt and written tokens that went through the model."""
+    drawn: torch.Tensor
+    """int64, tokens of the answer so far; does not rise any more once finished."""
+    finished: torch.Tensor
+    """bool, whether the answer has ended; the slot may stay in the batch for a while."""
+    logits: torch.Tensor
+    """float32 `[slots, vocabulary]`, for the next draw."""
+    ids: torch.Tensor
+    """int64 `[slots, max_new_tokens]`, the answer; valid up to `drawn`."""
+    logprobs: torch.Tensor
+    """float32 `[slots, max_new_tokens]`"""
+    layers: list[SlotLayer] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def record(self, ids: torch.Tensor, logprobs: torch.Tensor, stop_ids: torch.Tensor) -> None:
+        """Adds the drawn tokens to the answers that have not ended, and ends those that stop or are full."""
+        rows = (~self.finished).nonzero()[:, 0]
+        self.ids[rows, self.drawn[rows]] = ids[rows]
+        self.logprobs[rows, self.drawn[rows]] = logprobs[rows]
+        self.drawn[rows] += 1
+        self.finished[rows] = torch.isin(ids[rows], stop_ids) | (self.drawn[rows] == self.ids.shape[1])
+
+    def select(self, rows: torch.Tensor) -> Slots:
+        """The given slots only."""
+        layers = [SlotLayer(layer.keys[rows], layer.values[rows]) for layer in self.layers]  # type: ignore[index]
+        return Slots(*(getattr(self, name)[rows] for name in _ROWS), layers)
+
+    def join(self, other: Slots) -> Slots:
+        """Both sets of slots, in order."""
+        layers = []
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            columns = max(mine.keys.shape[2], theirs.keys.shape[2])  # type: ignore[union-attr]
+            keys = [widen(layer.keys, columns) for layer in (mine, theirs)]
+            values = [widen(layer.values, columns) for layer in (mine, theirs)]
+            layers.append(SlotLayer(torch.cat(keys), torch.cat(values)))
+        rows = (torch.cat([getattr(self, name), getattr(other, name)]) for name in _ROWS)
+        return Slots(*rows, layers)
+
+    def next_cache(self) -> Cache:
+        """The cache for one more token a slot, grown if need be."""
+        used = int(self.length.max()) + 1
+        for layer in self.layers:
+            if layer.keys.shape[2] < used:  # type: ignore[union-attr]
+                columns = used + GROWTH
+                layer.keys, layer.values = widen(layer.keys, columns), widen(layer.values, columns)
+            layer.used, layer.write_columns = used, self.length
+        return Cache(layers=list(self.layers))
+
+    def mask(self) -> torch.Tensor:
+        """bool `[slots, 1, 1, columns in use]`: which keys the next token may look at, itself included."""
+        columns = torch.arange(int(self.length.max()) + 1, device=self.length.device)
+        return (columns <= self.length[:, None])[:, None, None, :]
+
+
+_ROWS = ("request", "sample", "seed", "length", "drawn", "finished", "logits", "ids", "logprobs")
+
+
+def widen(tensor: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """The same keys or values with room for `columns`."""
+    assert tensor is not None
+    wide = tensor.new_zeros(*tensor.shape[:2], columns, tensor.shape[3])
+    wide[:, :, : tensor.shape[2]] = tensor
+    return wide

@@ -1,0 +1,42 @@
+"""Every failure that Podium names. `InputError` is the user's to mend (exit code 2); the others stop a run that has
+gone wrong (exit code 1) instead of letting it go on in silence."""
+
+
+class PodiumError(Exception):
+    """A failure with a message that says the cause and the remedy; shown without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(PodiumError, ValueError):
+    """Bad settings, data or command line. Names the field or row, the value, the choices and the remedy."""
+
+    exit_code = 2
+
+
+class ParityError(PodiumError):
+    """After a weight sync the engine's logprobs differ from the trainer's: it does not hold the trained weights."""
+
+
+class SplitError(PodiumError):
+    """The loss of a batch is not the sum of the losses of its parts: it depends on how the step was split."""
+
+
+class TokenMismatchError(PodiumError):
+    """The ids about to be trained are not the ids that the engine sampled."""
+
+
+class RewardContractError(PodiumError):
+    """A reward returned something that its contract does not allow."""
+
+
+class RewardFailedError(PodiumError):
+    """Rewards raised or abstained for too large a share of the rollouts of a step."""
+
+
+class EngineError(PodiumError):
+    """An engine returned an answer that cannot be right: wrong counts, ids out of range, logprobs that are no numbers."""
+
+
+class CheckpointError(PodiumError):
+    """A checkpoint cannot be trusted: a file is missing, shorter or different from its manifest."""

@@ -1,0 +1,60 @@
+"""data → rollout → reward on held-out prompts, with a sampling of its own."""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from podium.records import EvalReport, Group, Plan, Prompt, RunState
+from podium.stages import RewardStage, RolloutStage
+
+
+async def held_out_groups(rollout: RolloutStage, reward: RewardStage, prompts: Sequence[Prompt]) -> list[Group]:
+    """Every prompt's rollouts, scored."""
+    return [group async for group in reward.score_each(rollout.start(prompts))]
+
+
+def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """`eval/*`: mean over prompts of each one's mean over its rollouts."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    correct = [[value for value in group.correct if value is not None] for group in groups]
+    metrics = {
+        "eval/reward_mean": fmean(fmean(values) for values in rewards if values) if any(rewards) else 0.0,
+        "eval/stop_rate": fmean(rollout.finish_reason == "stop" for rollout in rollouts),
+        "eval/length_mean": fmean(len(rollout.token_ids) for rollout in rollouts),
+        "eval/prompts": float(len(groups)),
+    }
+    if any(correct):
+        metrics = {"eval/accuracy": fmean(fmean(values) for values in correct if values), **metrics}
+    return metrics
+
+
+class HeldOut:
+    """Evaluates before the first step, every `every` steps and after the last; `tell` takes the report."""
+
+    def __init__(
+        self,
+        rollout: RolloutStage,
+        reward: RewardStage,
+        prompts: Sequence[Prompt],
+        plan: Plan,
+        every: int,
+        tell: Callable[[EvalReport], None],
+    ) -> None:
+        self._rollout, self._reward, self._prompts = rollout, reward, prompts
+        self._plan, self._every, self._tell = plan, every, tell
+        self._last_step = 0
+
+    async def run_if_due(self, state: RunState) -> None:
+        if not self._prompts or not self._is_due(state.step):
+            return
+        started = time.monotonic()
+        groups = await held_out_groups(self._rollout, self._reward, self._prompts)
+        seconds = time.monotonic() - started
+        self._tell(EvalReport(state.step, state.policy_version, eval_metrics(groups), tuple(groups), seconds))
+
+    def _is_due(self, step: int) -> bool:
+        """A window may carry the step past the exact multiple."""
+        passed = self._every and step // self._every > self._last_step // self._every
+        self._last_step = step
+        return bool(step == 0 or step >= self._plan.steps or passed)

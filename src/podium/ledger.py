@@ -1,0 +1,76 @@
+"""What a run did, on disk: a line of metrics a step, and every rollout of it once.
+
+A checkpoint remembers how long the ledger was and its sha256; a resume cuts off what came after and proves that
+the rest is unchanged. So each trained rollout stands there exactly once, however often the run was killed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.errors import CheckpointError
+from podium.run_folder import RunFolder
+
+
+class Ledger:
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._metrics_hash = hashlib.sha256()
+        self._metrics_bytes = 0
+        self._rollouts_hash = hashlib.sha256()
+        self._rollout_files = 0
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """To metrics.jsonl."""
+        data = (json.dumps(line) + "\n").encode()
+        with self._folder.metrics.open("ab") as file:
+            file.write(data)
+        self._metrics_hash.update(data)
+        self._metrics_bytes += len(data)
+
+    def add_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """To rollouts/step-000001.jsonl, one line a rollout."""
+        data = "".join(json.dumps(rollout) + "\n" for rollout in rollouts).encode()
+        self._folder.rollouts.mkdir(exist_ok=True)
+        self._step_file(step).write_bytes(data)
+        self._rollouts_hash.update(data)
+        self._rollout_files += 1
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint remembers."""
+        return {
+            "metrics_bytes": self._metrics_bytes,
+            "metrics_sha256": self._metrics_hash.hexdigest(),
+            "rollout_files": self._rollout_files,
+            "rollouts_sha256": self._rollouts_hash.hexdigest(),
+        }
+
+    def rewind(self, position: Mapping[str, Any] | None) -> None:
+        """Back to a remembered position; None is the start of the run."""
+        length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
+        if self._folder.metrics.exists() or length:
+            with self._folder.metrics.open("a+b") as file:
+                file.truncate(length)
+                file.seek(0)
+                self._metrics_hash.update(file.read())
+        for path in sorted(self._folder.rollouts.glob("step-*.jsonl"))[files:]:
+            path.unlink()
+        for path in sorted(self._folder.rollouts.glob("step-*.jsonl")):
+            self._rollouts_hash.update(path.read_bytes())
+        self._metrics_bytes, self._rollout_files = length, files
+        if position is not None and self.position() != dict(position):
+            raise CheckpointError(
+                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed since the checkpoint; restore those files, "
+                "or start a new run"
+            )
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        if not self._folder.metrics.exists():
+            return []
+        return [json.loads(line) for line in self._folder.metrics.read_text().splitlines()]
+
+    def _step_file(self, step: int) -> Path:
+        return self._folder.rollouts / f"step-{step:06d}.jsonl"

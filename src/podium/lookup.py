@@ -1,0 +1,132 @@
+"""From a name in the settings to the thing it names, and from that thing's signature to its options.
+
+`loss.name = "grpo"` is the object `grpo` of `podium/loss/grpo.py`; `"my_pkg.rewards:mine"` and `"./rewards.py:mine"`
+reach user code. Keyword-only arguments of the object are its options; their annotations validate the values. The
+positional ones are what the runtime hands in, so they can never be set from a file.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from podium.errors import InputError
+
+STAGES = ("data", "rollout", "engine", "reward", "advantage", "loss", "trainer", "sync", "report", "runtime")
+"""Folders whose files are choices."""
+
+
+def choices(stage: str) -> list[str]:
+    """Names that the stage offers: its files, less those that start with an underscore."""
+    folder = Path(__file__).parent / stage
+    return sorted(name for _, name, _ in pkgutil.iter_modules([str(folder)]) if not name.startswith("_"))
+
+
+def find(stage: str, name: str) -> Callable[..., Any]:
+    """The function or class that `name` stands for."""
+    if ":" in name:
+        return _find_user_object(stage, name)
+    if name not in choices(stage):
+        raise InputError(f"{stage}.name = {name!r} is not known; {_valid(name, choices(stage))}, or a 'module:object'")
+    module = importlib.import_module(f"podium.{stage}.{name}")
+    wanted = name.replace("_", "")
+    for attribute, thing in vars(module).items():
+        own = getattr(thing, "__module__", None) == module.__name__
+        if own and callable(thing) and attribute.replace("_", "").lower() == wanted:
+            return thing
+    raise AssertionError(f"{module.__name__} defines no {name}")
+
+
+def option_fields(thing: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """The options of a function or class: name → (annotation, default), `...` where there is none."""
+    signature = inspect.signature(thing, eval_str=True)
+    return {
+        parameter.name: (
+            Any if parameter.annotation is parameter.empty else parameter.annotation,
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for parameter in signature.parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+def validate_options(where: str, thing: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of `thing`, those given checked and the others at their defaults."""
+    fields = option_fields(thing)
+    for key in given:
+        if key not in fields:
+            raise InputError(f"{where}.{key} is not an option of {_title(thing)}; {_valid(key, sorted(fields))}")
+    model = create_model("Options", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)  # type: ignore[call-overload]
+    try:
+        return dict(model(**given))
+    except ValidationError as error:
+        raise InputError(describe(error, where)) from None
+
+
+def option_help(thing: Callable[..., Any]) -> list[tuple[str, str, str]]:
+    """(name, default, description) of each option, for `podium list`."""
+    rows = []
+    for name, (annotation, default) in option_fields(thing).items():
+        field = FieldInfo.from_annotation(annotation)
+        rows.append((name, "required" if default is ... else repr(default), field.description or ""))
+    return rows
+
+
+def describe(error: ValidationError, where: str) -> str:
+    """The first complaint of pydantic as one line: field, value, what was expected."""
+    first = error.errors()[0]
+    field = ".".join([where, *(str(part) for part in first["loc"])]).strip(".")
+    if first["type"] == "missing":
+        return f"{field} is required"
+    return f"{field} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    except ModuleNotFoundError as error:
+        raise InputError(f"{stage}.name = {name!r}: {error}; give an importable module or a path ending in .py") from None
+    thing = getattr(module, attribute, None)
+    if not callable(thing):
+        raise InputError(f"{stage}.name = {name!r}: {place} has no function or class {attribute!r}")
+    return thing
+
+
+def _load_module(place: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script does not have the working folder on its path
+    return importlib.import_module(place)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ModuleNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _valid(given: str, valid: list[str]) -> str:
+    close = get_close_matches(given, valid, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(valid) if valid else 'none'}"
+
+
+def _title(thing: Callable[..., Any]) -> str:
+    return getattr(thing, "__name__", str(thing))
+
+
+__all__ = ["STAGES", "Field", "choices", "describe", "find", "option_fields", "option_help", "validate_options"]

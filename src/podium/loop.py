@@ -1,0 +1,83 @@
+"""The training loop, one line a stage. Start reading here.
+
+    data ──► rollout ──► reward ──► advantage ──► filter ──► pack ──► trainer ──► report
+     ▲         ▲  groups arrive while others are still written         │
+     │         └───────────────── sync (proven by a probe) ◄───────────┤
+     └──────────────────────── checkpoint (one commit) ◄───────────────┘
+
+Consumes a plan and the stages that a runtime built; produces the final state. It does not know what the stages are
+made of or where they run. A window is `sync_every` steps' worth of prompts, sampled with one set of weights; commits
+and evaluations fall on window ends, so that a resumed run samples exactly what the unbroken one would have.
+"""
+
+import time
+from collections.abc import AsyncIterator
+
+from podium.records import Group, Plan, RunState
+from podium.stages import Stages
+
+
+async def train(stages: Stages, plan: Plan) -> RunState:
+    """Trains until the plan's steps are done, the data ends or a signal asks to stop."""
+    state = await stages.checkpoint.restore_or_start()
+    await stages.report.start(state)
+    await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
+    if state.step == 0:
+        await stages.evaluation.run_if_due(state)
+
+    laps = Laps()
+    for window in stages.data.windows(state):  #                             1  prompts of sync_every steps
+        groups = stages.rollout.start(window)  #                             2  all at once, arriving as they finish
+        scored = stages.reward.score_each(groups)  #                         3  overlaps generation
+        async for step_groups in by_step(scored, plan.prompts_per_step):
+            laps.end("rollout")
+            credited = stages.assign_advantages(step_groups)  #              4
+            kept = stages.filter(credited)  #                                   groups that carry signal
+            batches = stages.pack(kept)  #                                   5
+            laps.end("pack")
+            result = await stages.trainer.step(batches)  #                   6+7  loss inside the trainer
+            laps.end("train")
+            state = state.after(credited, result)
+            await stages.report.write(state, credited, kept, result, laps.take())  # 10
+            laps.end("report")
+        if plan.sync_every:
+            await stages.sync.push(state.policy_version)  #                  8  nothing if nothing was trained
+        laps.end("sync")
+        await stages.evaluation.run_if_due(state)
+        laps.end("eval")
+        await stages.checkpoint.commit_if_due(state)  #                      9
+        laps.end("checkpoint")
+        if stages.stop_requested():
+            await stages.checkpoint.commit(state)
+            return state
+    await stages.checkpoint.finish(state)
+    return state
+
+
+async def by_step(groups: AsyncIterator[Group], prompts_per_step: int) -> AsyncIterator[list[Group]]:
+    """The groups of a window, a step's worth at a time; the last may be smaller and trains too."""
+    step: list[Group] = []
+    async for group in groups:
+        step.append(group)
+        if len(step) == prompts_per_step:
+            yield step
+            step = []
+    if step:
+        yield step
+
+
+class Laps:
+    """Seconds since the previous lap, added up by stage until taken with the next step's report."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, stage: str) -> None:
+        now = time.monotonic()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, {}
+        return taken

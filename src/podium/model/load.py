@@ -1,0 +1,159 @@
+"""From `[model]` to a policy: the model that trains, its sampling twin, the tokenizer.
+
+The twin has the same layers over the very same tensors, so an engine samples from the trainer's own weights without
+a second copy; the two differ only in what is laid over them (the twin has no LoRA layers and no dropout).
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from podium.errors import InputError
+from podium.model import attention
+from podium.model.smollm2 import smollm2_folder
+
+EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loaded model. Under LoRA `model` has adapter layers and only they train."""
+
+    model: PreTrainedModel
+    twin: PreTrainedModel
+    """Shares every base tensor with `model`; for sampling."""
+    tokenizer: Any
+    peft: Any
+    """The PEFT model around `model`, or None for full weights."""
+    stop_ids: tuple[int, ...]
+    """Ids that end an answer: the model's and the tokenizer's end of sequence."""
+    max_context_tokens: int
+    device: torch.device
+
+    @property
+    def adapter_scale(self) -> float:
+        """alpha / r."""
+        config = self.peft.peft_config["default"]
+        return config.lora_alpha / config.r
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an engine takes over: parameters by name, or an adapter as `<layer>.lora_A` and `<layer>.lora_B`."""
+        if self.peft is None:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            return
+        for name, module in self.model.named_modules():
+            if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
+                yield f"{name}.lora_A", module.lora_A["default"].weight.detach()  # type: ignore[index]
+                yield f"{name}.lora_B", module.lora_B["default"].weight.detach()  # type: ignore[index]
+
+
+def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:
+    """`settings` is the `[model]` section; `weights` a folder with trained weights or an adapter to start from."""
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    device = _device(settings.device)
+    is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
+    source = weights if weights is not None and not is_adapter else model_folder(settings.name)
+    model, tokenizer = _load(str(source), settings, device)
+    twin = _share(model)
+    peft = None
+    if is_adapter or settings.lora is not False:
+        peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
+    return Policy(
+        model=model,
+        twin=twin,
+        tokenizer=tokenizer,
+        peft=peft,
+        stop_ids=_stop_ids(model, tokenizer),
+        max_context_tokens=int(getattr(model.config, "max_position_embeddings", 4096)),
+        device=device,
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer alone, for looking at data."""
+    return _loading(name, lambda: AutoTokenizer.from_pretrained(model_folder(name)))
+
+
+def model_folder(name: str) -> str:
+    """Where the weights of `model.name` are; a hub name stands for itself."""
+    if name == "embedded":
+        return str(EMBEDDED)
+    if name == "smollm2-135m":
+        return str(smollm2_folder())
+    looks_like_path = name.startswith((".", "/", "~")) or Path(name).exists()
+    folder = Path(name).expanduser()
+    if looks_like_path and not (folder / "config.json").is_file():
+        raise InputError(f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load")
+    return str(folder) if looks_like_path else name
+
+
+def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    def load() -> tuple[PreTrainedModel, Any]:
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, settings.dtype),
+            attn_implementation=attention.NAME,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,  # never a pickle
+        )
+        return model.to(device), AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+
+    return _loading(settings.name, load)
+
+
+def _loading(name: str, load: Any) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"model.name = {name!r} cannot be loaded: {reason}. Give \"embedded\", \"smollm2-135m\", a folder with "
+            "safetensors weights, or a hub name that this machine can reach"
+        ) from None
+
+
+def _share(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the layers over the same tensors: the memo tells deepcopy that they are copied already."""
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo).eval()
+
+
+def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
+
+
+def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    of_model = getattr(model.generation_config, "eos_token_id", None)
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    return tuple(sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("model.device = 'cuda': this machine has no CUDA device; use 'cpu' or 'auto'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

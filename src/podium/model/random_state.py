@@ -1,0 +1,39 @@
+"""The global random states as tensors: torch's (CPU and CUDA), Python's and NumPy's.
+
+Podium's own sampling uses none of them; dropout and user code may.
+"""
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+_NO_GAUSS = float("nan")
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    assert version == 3
+    _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    states = {
+        "random.torch": torch.get_rng_state(),
+        "random.python": torch.tensor(words, dtype=torch.int64),
+        "random.python_gauss": torch.tensor(_NO_GAUSS if gauss is None else gauss, dtype=torch.float64),
+        "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "random.numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["random.torch"].clone())
+    gauss = float(states["random.python_gauss"])
+    random.setstate((3, tuple(states["random.python"].tolist()), None if np.isnan(gauss) else gauss))
+    *keys, position, has_gauss = states["random.numpy"].tolist()
+    cached = float(states["random.numpy_gauss"])
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    if "random.cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["random.cuda"].clone())

@@ -1,0 +1,291 @@
+"""What travels between the stages, in the order it is made.
+
+Row → Prompt → Request → Answer → Rollout → Group → Batch → LossOutput → UpdateResult → StepReport. All are frozen; a
+stage that adds something makes a new record. In a Batch every tensor is flat over tokens, `[T]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def ids_digest(token_ids: Sequence[int]) -> str:
+    """Fingerprint of token ids: the engine stamps it when it samples, the trainer checks it before it trains."""
+    return hashlib.blake2b(b"".join(i.to_bytes(4, "little") for i in token_ids), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers that the loop itself needs."""
+
+    steps: int
+    """Trainer steps of the whole run."""
+    prompts_per_step: int
+    rollouts_per_prompt: int
+    sync_every: int = 1
+    """Steps per policy window; 0 never syncs."""
+    epochs: int | None = None
+    """Passes over the data after which the run ends early; None has no limit."""
+
+    @property
+    def prompts_per_window(self) -> int:
+        """Prompts that are sampled with one set of weights."""
+        return self.prompts_per_step * max(1, self.sync_every)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data source, before it is rendered and given its place in the run."""
+
+    messages: tuple[Mapping[str, str], ...]
+    """Chat turns, each with `role` and `content`."""
+    answer: Any = None
+    """What the verifier compares with."""
+    reward: tuple[str, ...] = ()
+    """Names of the rewards that score this row; empty: those of the settings."""
+    source: str = ""
+    """Which `[[data]]` table it came from."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_text(cls, text: str, **others: Any) -> Row:
+        """A row with a single user turn."""
+        return cls(messages=({"role": "user", "content": text},), **others)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of data with its place in the run."""
+
+    ordinal: int
+    """Monotone over the run and never reused: the identity of the prompt."""
+    token_ids: tuple[int, ...]
+    """The rendered prompt, as the engine gets it."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    answer: Any = None
+    reward: tuple[str, ...] = ()
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine draws tokens."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int | None = None
+    top_p: float | None = None
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end a rollout; the id itself is kept and trained."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rollout stage asks of an engine: several answers to one prompt."""
+
+    key: int
+    """Unique in one call of `generate`; the answer carries it back."""
+    token_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One a rollout. The tokens drawn depend on it and on nothing else that is random."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine returns for one request; the outer tuples have one entry a seed."""
+
+    key: int
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    """One a token, of the distribution really sampled from."""
+    finish_reasons: tuple[FinishReason, ...]
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer of the policy to a prompt."""
+
+    token_ids: tuple[int, ...]
+    """Of the answer only; the stop id included."""
+    rollout_logprobs: tuple[float, ...]
+    """One a token, of the distribution really sampled from."""
+    loss_mask: tuple[int, ...]
+    """One a token: 1 where the policy wrote it, 0 where an environment did."""
+    finish_reason: FinishReason
+    text: str
+    """Decoded for rewards and people; never encoded back."""
+    policy_version_min: int
+    policy_version_max: int
+    sample_index: int
+    seed: int
+    digest: str
+    """`ids_digest` of the ids as the engine sampled them."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its rollouts, whole or not at all. The tuples have one entry a rollout."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[float | None, ...] = ()
+    """None: every reward abstained, the rollout counts nowhere."""
+    reward_parts: tuple[Mapping[str, float | None], ...] = ()
+    """Unweighted value by reward name."""
+    correct: tuple[bool | None, ...] = ()
+    """Whether the reward is the highest possible; None where no highest is declared."""
+    reward_failures: Mapping[str, int] = field(default_factory=dict)
+    """By reward name: how often it raised."""
+    advantages: tuple[float, ...] = ()
+    """0 for a rollout without a reward."""
+    scoring_s: float = 0.0
+    """Seconds that its rewards took."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ: compared exactly, since equal rewards can have a tiny float deviation."""
+        scored = [reward for reward in self.rewards if reward is not None]
+        return len(scored) > 1 and min(scored) != max(scored)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents (prompt + answer) packed into one row. `x[t]` belongs to `token_ids[t]` and is 0 on prompt tokens."""
+
+    token_ids: torch.Tensor
+    """int64 `[T]`"""
+    position_ids: torch.Tensor
+    """int64 `[T]`, restarts at 0 with each document."""
+    document_ids: torch.Tensor
+    """int64 `[T]`, 0 … N−1, which document a token belongs to."""
+    cu_seqlens: torch.Tensor
+    """int32 `[N+1]`, where each document starts, and the end."""
+    loss_mask: torch.Tensor
+    """float32 `[T]`, 1 on tokens that the policy wrote."""
+    advantages: torch.Tensor
+    """float32 `[T]`"""
+    rollout_logprobs: torch.Tensor
+    """float32 `[T]`, the sampler's."""
+    temperature: float
+    """Of the sampled distribution; the trainer's logprobs are taken at it too."""
+    num_loss_tokens: int
+    """Loss tokens of the whole optimizer step, over all batches and ranks."""
+    num_rollouts: int
+    """Rollouts of the whole optimizer step, over all batches and ranks."""
+    answer_starts: tuple[int, ...]
+    """One a document: how many of its tokens are the prompt."""
+    digests: tuple[str, ...]
+    """One a document: the fingerprint of its answer's ids as sampled."""
+    old_logprobs: torch.Tensor | None = None
+    """float32 `[T]`, the policy's before the first update; None: one update, so they are its own, detached."""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.digests)
+
+    @property
+    def max_document_tokens(self) -> int:
+        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())
+
+    def documents(self, first: int, last: int) -> Batch:
+        """Documents first … last − 1 as a batch of their own; the step's totals stay."""
+        start, end = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
+        flat = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs", "old_logprobs")
+        return replace(
+            self,
+            **{name: value[start:end] for name in flat if (value := getattr(self, name)) is not None},
+            document_ids=self.document_ids[start:end] - first,
+            cu_seqlens=self.cu_seqlens[first : last + 1] - start,
+            answer_starts=self.answer_starts[first:last],
+            digests=self.digests[first:last],
+        )
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one batch and its per-token statistics."""
+
+    loss: torch.Tensor
+    """Scalar with gradient: this batch's share of the step's loss, so that shares add up over batches and ranks."""
+    ratio: torch.Tensor
+    """`[T]`, policy over old probability, detached."""
+    clipped_low: torch.Tensor
+    """bool `[T]`, where the lower clip bound took the gradient away."""
+    clipped_high: torch.Tensor
+    """bool `[T]`, where the upper one did."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What a trainer step did."""
+
+    updated: bool
+    """Whether the weights changed; the policy version rises by one if so."""
+    num_loss_tokens: int
+    metrics: Mapping[str, float]
+    """`loss/*`, `optim/*`, `mismatch/*`, `pack/*`, by the names of docs/metrics.md."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands; all of it is in every checkpoint."""
+
+    step: int = 0
+    """Trainer steps done."""
+    policy_version: int = 0
+    next_ordinal: int = 0
+    """The trained frontier: every prompt below it was trained or dropped, none at or above it was."""
+    num_rollouts: int = 0
+    """Sampled for training so far."""
+    num_tokens: int = 0
+    """Loss tokens trained so far."""
+    num_skipped_steps: int = 0
+    """Steps without an update: nothing had signal, or the gradient was not finite."""
+
+    def after(self, groups: Sequence[Group], result: UpdateResult) -> RunState:
+        """The state once a step has trained `groups`."""
+        return replace(
+            self,
+            step=self.step + 1,
+            policy_version=self.policy_version + result.updated,
+            next_ordinal=max(group.prompt.ordinal for group in groups) + 1,
+            num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in groups),
+            num_tokens=self.num_tokens + result.num_loss_tokens,
+            num_skipped_steps=self.num_skipped_steps + (not result.updated),
+        )
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Held-out accuracy at one moment of the run."""
+
+    step: int
+    policy_version: int
+    metrics: Mapping[str, float]
+    """`eval/*`"""
+    groups: tuple[Group, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """All that a report may show of a step."""
+
+    state: RunState
+    """After the step."""
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    """Every group of the step, the dropped ones too."""
+    kept: tuple[int, ...]
+    """Ordinals of the groups that were trained."""

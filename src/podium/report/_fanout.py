@@ -1,0 +1,46 @@
+"""Stage 10: makes the step's report once and gives it to every place where people look."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podium.ledger import Ledger
+from podium.records import EvalReport, Group, RunState, StepReport, UpdateResult
+from podium.report._metrics import step_metrics
+from podium.run_folder import RunFolder
+from podium.stages import Report
+
+
+class Reports:
+    """`card` describes the run, see `run_card`."""
+
+    def __init__(self, reports: Sequence[Report], folder: RunFolder, ledger: Ledger, card: Mapping[str, Any]) -> None:
+        self._reports, self._folder, self._ledger, self._card = reports, folder, ledger, card
+
+    async def start(self, state: RunState) -> None:
+        """After the checkpoint has put the ledger back to where the run goes on."""
+        history = self._ledger.history()
+        for report in self._reports:
+            report.start(self._card, history)
+        self._folder.write_status("running", state.step, self._card["steps"])
+
+    async def write(
+        self,
+        state: RunState,
+        groups: Sequence[Group],
+        kept: Sequence[Group],
+        result: UpdateResult,
+        seconds: Mapping[str, float],
+    ) -> None:
+        metrics = step_metrics(state, groups, kept, result, seconds)
+        made = StepReport(state, metrics, tuple(groups), tuple(group.prompt.ordinal for group in kept))
+        for report in self._reports:
+            report.write(made)
+        self._folder.write_status("running", state.step, self._card["steps"])
+
+    def evaluated(self, made: EvalReport) -> None:
+        for report in self._reports:
+            report.evaluated(made)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        for report in self._reports:
+            report.finish(summary)

@@ -1,0 +1,77 @@
+"""The numbers of a step, by the names of docs/metrics.md."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+
+from podium.records import Group, RunState, UpdateResult
+
+
+def step_metrics(
+    state: RunState,
+    groups: Sequence[Group],
+    kept: Sequence[Group],
+    result: UpdateResult,
+    seconds: Mapping[str, float],
+) -> dict[str, float]:
+    """`state` is the one after the step; `groups` are all of the step's, `kept` those that were trained."""
+    tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    return {
+        **group_metrics("reward", groups),
+        "reward/kept_mean": _mean(_rewards(kept)),
+        **rollout_metrics("rollout", groups),
+        "rollout/tokens_per_s": tokens / max(1e-9, seconds.get("rollout", 0.0)),
+        "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
+        "batch/kept_ratio": len(kept) / len(groups),
+        **result.metrics,
+        "version/policy": float(state.policy_version),
+        "version/lag_max": float(_largest_lag(groups, state.policy_version - result.updated)),
+        **{f"time/{stage}_s": value for stage, value in seconds.items()},
+        "time/reward_s": sum(group.scoring_s for group in groups),
+        "perf/train_tokens_per_s": result.metrics.get("pack/tokens", 0.0) / max(1e-9, seconds.get("train", 0.0)),
+    }
+
+
+def group_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward, share of correct rollouts, mean of each reward by name, how many calls failed."""
+    correct = [value for group in groups for value in group.correct if value is not None]
+    names = sorted({name for group in groups for part in group.reward_parts for name in part})
+    parts = {
+        f"{prefix}/{name}_mean": _mean(
+            value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None
+        )
+        for name in names
+    }
+    return {
+        f"{prefix}/mean": _mean(_rewards(groups)),
+        **({f"{prefix}/correct_rate": _mean(map(float, correct))} if correct else {}),
+        **parts,
+        f"{prefix}/abstained": float(sum(reward is None for group in groups for reward in group.rewards)),
+        f"{prefix}/failed": float(sum(sum(group.reward_failures.values()) for group in groups)),
+    }
+
+
+def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Lengths in tokens, and how the rollouts ended."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    return {
+        f"{prefix}/length_mean": fmean(lengths),
+        f"{prefix}/length_max": float(max(lengths)),
+        f"{prefix}/stop_rate": _mean(float(rollout.finish_reason == "stop") for rollout in rollouts),
+        f"{prefix}/truncated_share": _mean(float(rollout.finish_reason == "length") for rollout in rollouts),
+    }
+
+
+def _rewards(groups: Iterable[Group]) -> Iterable[float]:
+    return (reward for group in groups for reward in group.rewards if reward is not None)
+
+
+def _largest_lag(groups: Iterable[Group], version: int) -> int:
+    """Versions between the weights that wrote the oldest rollout and those that it then trained."""
+    return version - min(rollout.policy_version_min for group in groups for rollout in group.rollouts)
+
+
+def _mean(values: Iterable[float]) -> float:
+    """0 for nothing: a step without kept groups has no mean."""
+    listed = list(values)
+    return fmean(listed) if listed else 0.0

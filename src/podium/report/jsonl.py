@@ -1,0 +1,53 @@
+"""metrics.jsonl and rollouts/: the run's own record, always written; every other report can be made again from it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from podium.ledger import Ledger
+from podium.records import EvalReport, StepReport
+
+
+class Jsonl:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
+        """The ledger was rewound by the checkpoint."""
+
+    def write(self, report: StepReport) -> None:
+        self._ledger.add_line({"step": report.state.step, **_rounded(report.metrics)})
+        self._ledger.add_rollouts(report.state.step, list(rollout_lines(report)))
+
+    def evaluated(self, report: EvalReport) -> None:
+        line = {"step": report.step, "policy_version": report.policy_version, "eval": True, "time/eval_s": report.seconds}
+        self._ledger.add_line({**line, **_rounded(report.metrics)})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Nothing is left to write."""
+
+
+def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
+    """One line a rollout, by (ordinal, sample index, policy version)."""
+    for group in report.groups:
+        for index, rollout in enumerate(group.rollouts):
+            yield {
+                "ordinal": group.prompt.ordinal,
+                "sample_index": rollout.sample_index,
+                "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
+                "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
+                "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+                "answer": group.prompt.answer,
+                "text": rollout.text,
+                "reward": group.rewards[index],
+                "reward_parts": dict(group.reward_parts[index]),
+                "correct": group.correct[index],
+                "advantage": round(group.advantages[index], 6),
+                "finish_reason": rollout.finish_reason,
+                "token_ids": list(rollout.token_ids),
+                "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
+            }
+
+
+def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Nine digits: enough to compare runs, short enough to read."""
+    return {name: float(f"{value:.9g}") for name, value in metrics.items()}

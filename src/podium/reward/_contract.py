@@ -1,0 +1,42 @@
+"""What a reward promises: one finite number a rollout, within its declared range, or None to abstain."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from podium.errors import RewardContractError
+from podium.records import Prompt
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def declare_range(min_value: float, max_value: float) -> Callable[[F], F]:
+    """Decorator: the smallest and largest value that the reward can return. The largest one means "correct"."""
+
+    def mark(function: F) -> F:
+        function.min_value, function.max_value = min_value, max_value  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def declared_range(function: Any) -> tuple[float, float]:
+    """The declared range; without one, everything finite."""
+    return getattr(function, "min_value", -math.inf), getattr(function, "max_value", math.inf)
+
+
+def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float | None:
+    """The value as a float, or the breach of contract that it is."""
+    if value is None:
+        return None
+    where = f"reward {name!r} on prompt {prompt.ordinal} ({prompt.source or 'data'})"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RewardContractError(
+            f"{where} returned {value!r:.80} of type {type(value).__name__}; return a float, or None to abstain"
+        )
+    if not math.isfinite(value):
+        raise RewardContractError(f"{where} returned {value}; return a finite number, or None to abstain")
+    low, high = declared_range(function)
+    if not low - 1e-9 <= value <= high + 1e-9:
+        raise RewardContractError(f"{where} returned {value}, outside its declared range [{low}, {high}]")
+    return float(value)

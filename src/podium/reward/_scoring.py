@@ -1,0 +1,115 @@
+"""Stage 3: every reward of a group's prompt, weighed and summed, as soon as the group arrives.
+
+A reward that raises abstains and is counted; it never becomes 0. A value that breaks the contract stops the run.
+"""
+
+import asyncio
+import inspect
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from podium.errors import RewardFailedError
+from podium.records import Group, Prompt, Rollout
+from podium.reward._contract import check_value, declared_range
+from podium.stages import RewardFunction
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward as the settings name it, its options bound."""
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+
+
+class Scoring:
+    """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name."""
+
+    def __init__(
+        self,
+        by_name: Mapping[str, NamedReward],
+        default: Sequence[str],
+        prompts_per_step: int,
+        max_failed_share: float = 0.1,
+    ) -> None:
+        self._by_name, self._default = by_name, default
+        self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+
+    async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+        """Yields in the order of arrival; a group is scored while later ones are still being written.
+
+        The last group of a step is held back until the step's share of failed rewards is known to be small.
+        """
+        pending: deque[asyncio.Task[Group]] = deque()
+        step: list[Group] = []
+        async for group in groups:
+            pending.append(asyncio.create_task(self.score(group)))
+            while pending and pending[0].done():
+                yield self._checked(pending.popleft().result(), step)
+        while pending:
+            yield self._checked(await pending.popleft(), step)
+
+    async def score(self, group: Group) -> Group:
+        """The group with rewards, their parts and what failed."""
+        started = time.monotonic()
+        rewards = [self._by_name[name] for name in group.prompt.reward or self._default]
+        failures: Counter[str] = Counter()
+        parts = [await self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts]
+        totals = [_total(rewards, part) for part in parts]
+        highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in rewards)
+        return replace(
+            group,
+            rewards=tuple(totals),
+            reward_parts=tuple(parts),
+            correct=tuple(_is_correct(total, highest) for total in totals),
+            reward_failures=dict(failures),
+            scoring_s=time.monotonic() - started,
+        )
+
+    async def _score_one(
+        self, rewards: Sequence[NamedReward], prompt: Prompt, rollout: Rollout, failures: Counter[str]
+    ) -> dict[str, float | None]:
+        values: dict[str, float | None] = {}
+        for reward in rewards:
+            try:
+                value = reward.function(prompt, rollout)
+                if inspect.isawaitable(value):
+                    value = await value
+            except Exception as error:
+                failures[f"{reward.name}: {type(error).__name__}: {error}"] += 1
+                value = None
+            values[reward.name] = check_value(reward.name, reward.function, value, prompt)
+        return values
+
+    def _checked(self, group: Group, step: list[Group]) -> Group:
+        """Stops the run if too many calls of a step gave no number; `step` gathers its groups."""
+        step.append(group)
+        if len(step) < self._prompts_per_step:
+            return group
+        values = [value for each in step for part in each.reward_parts for value in part.values()]
+        failed = sum(value is None for value in values)
+        if failed > self._max_failed_share * len(values):
+            failures: Counter[str] = sum((Counter(each.reward_failures) for each in step), Counter())
+            reasons = "; ".join(f"{reason} (×{count})" for reason, count in failures.most_common(3))
+            raise RewardFailedError(
+                f"{failed} of {len(values)} reward calls of a step gave no number, more than "
+                f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
+            )
+        step.clear()
+        return group
+
+
+def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:
+    """Weighted sum over those that gave a number; None if none did."""
+    values = [reward.weight * value for reward in rewards if (value := part[reward.name]) is not None]
+    return sum(values) if values else None
+
+
+def _is_correct(total: float | None, highest: float) -> bool | None:
+    """Whether the reward is the highest possible; unknown where a reward declares no range."""
+    if total is None or highest == float("inf"):
+        return None
+    return total >= highest - 1e-8

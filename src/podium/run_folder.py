@@ -1,0 +1,109 @@
+"""A run is a folder: its files by name, its lock and its status.
+
+    settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/  checkpoints/  final/
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from podium.errors import InputError
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings = path / "settings.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.final = path / "final"
+        self.page = path / "report.html"
+        self._status = path / "status.json"
+        self._lock: Any = None
+
+    @classmethod
+    def create(cls, path: Path) -> "RunFolder":
+        """A new run's folder, locked; refused if it holds anything, so that nothing is ever overwritten."""
+        folder = cls(path)
+        if path.exists() and not path.is_dir():
+            raise InputError(f"run.folder = {str(path)!r} is a file; give a new folder")
+        if path.is_dir() and any(path.iterdir()):
+            raise InputError(f"run.folder = {str(path)!r} {folder._what_it_holds()}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"run.folder = {str(path)!r} cannot be made: {error.strerror}") from None
+        folder.lock()
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run's folder, not locked yet."""
+        folder = cls(path)
+        if not folder.settings.is_file():
+            raise InputError(f"{path} is not a run folder: it has no settings.toml")
+        return folder
+
+    def lock(self) -> None:
+        """Held until this process ends, however it ends; a second run is refused."""
+        handle = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.seek(0)
+            owner = handle.read().strip() or "another process"
+            handle.close()
+            raise InputError(f"{self.path} is in use by {owner}; wait for it, stop it, or give another folder") from None
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+        self._lock = handle
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def state(self) -> str:
+        """"running", "finished", "stopped", "failed", or "" where none was written."""
+        try:
+            return json.loads(self._status.read_text())["state"]
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def write_status(self, state: str, step: int, steps: int, message: str = "") -> None:
+        status = {
+            "state": state,
+            "step": step,
+            "percent": round(100 * step / steps, 1),
+            "message": message,
+            "pid": os.getpid(),
+            "time": time.time(),
+        }
+        write_atomically(self._status, json.dumps(status))
+
+    def event(self, kind: str, **details: Any) -> None:
+        """One line in events.jsonl: what happened, for people and for tests of faults."""
+        with self.events.open("a") as file:
+            file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
+
+    def _what_it_holds(self) -> str:
+        if not self.settings.is_file():
+            return "is not empty; give a new folder"
+        if self.state == "finished":
+            return "holds a finished run; give a new folder, or `podium resume` it with more run.steps"
+        return "holds a run that has begun; go on with it by `podium resume`, or give a new folder"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part."""
+    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

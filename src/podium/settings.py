@@ -1,0 +1,295 @@
+"""A run is one TOML file; dotted flags override it.
+
+Sections whose `name` chooses a file (data, rollout, engine, reward, advantage, loss, trainer, sync, report, runtime)
+take that file's options beside it; `resolve` checks them against its signature. Every key lives in one place, and a
+key that nothing reads is an error.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from podium.errors import InputError
+from podium.lookup import describe, find, validate_options
+from podium.records import Plan
+
+
+class Section(BaseModel):
+    """A table with a fixed set of keys; the text under a key is its help."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class Choice(BaseModel):
+    """A table whose `name` chooses a file; the other keys are that file's options."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    name: str
+    """The file (see `podium list`), or `module:object`, or `path.py:object`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is handed to the named thing."""
+        return dict(self.model_extra or {})
+
+    def resolved(self, stage: str, where: str) -> "Choice":
+        """The same choice with every option checked and present."""
+        options = validate_options(where, find(stage, self.name), self.options)
+        return type(self).model_validate({**_own_fields(self), **options})
+
+
+class Run(Section):
+    folder: Path | None = None
+    """Where the run is kept; by default runs/<time>-<name>."""
+    name: str = "run"
+    """A word for people."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Trainer steps."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Ends the run after this many passes over the data, if that is earlier."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Decides data order, sampling and adapter initialisation."""
+    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    """Prompts whose groups make one step."""
+    rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
+    """Size of a group; at least 2."""
+    sync_every: Annotated[int, Field(ge=0)] = 1
+    """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever."""
+
+
+class Lora(Section):
+    r: Annotated[int, Field(ge=1)] = 16
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """The adapter is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapter's input, while training."""
+    targets: str | list[str] = "all-linear"
+    """Names of the linear layers that get an adapter."""
+
+
+class Model(Section):
+    name: str = "embedded"
+    """"embedded", "smollm2-135m", a folder or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights; bfloat16 only under LoRA, whose adapter stays in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    lora: Lora | Literal[False] = Lora()
+    """The adapter's table, or false to train every weight."""
+    trust_remote_code: bool = False
+    """Whether code that comes with a model may run."""
+
+
+class DataSource(Choice):
+    name: str = "arithmetic"
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Keeps the first rows only."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longer prompts are dropped and counted; by default what the context leaves beside max_new_tokens."""
+
+
+class Reward(Choice):
+    weight: float = 1.0
+    """Its share in the sum."""
+
+
+class Scoring(Section):
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Above this share of failed or abstained rewards in a step the run stops."""
+
+
+class Filter(Section):
+    drop_no_signal: bool = True
+    """Drops groups whose rewards are all equal: their advantages are 0, they only cost time."""
+
+
+class Pack(Section):
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
+    """Tokens per forward pass. Changes memory and speed, never the result."""
+
+
+class Eval(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: before the first step and after the last."""
+    n: Annotated[int, Field(ge=1)] = 1
+    """Rollouts per held-out prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    data: list[DataSource] = []
+    """Held-out sources; none: no evaluation."""
+
+
+class CheckpointSection(Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between commits; 0 commits only when the run ends."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """How many commits stay on disk."""
+
+
+class Settings(Section):
+    """All of a run's settings; `podium show` prints them resolved."""
+
+    run: Run = Run()
+    model: Model = Model()
+    data: list[DataSource] = [DataSource()]
+    rollout: Choice = Choice(name="single_turn")
+    engine: Choice = Choice(name="inprocess")
+    reward: list[Reward] = []
+    scoring: Scoring = Scoring()
+    filter: Filter = Filter()
+    advantage: Choice = Choice(name="grpo")
+    pack: Pack = Pack()
+    loss: Choice = Choice(name="grpo")
+    trainer: Choice = Choice(name="single")
+    sync: Choice = Choice(name="shared")
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: Eval = Eval()
+    report: list[Choice] = [Choice(name="console"), Choice(name="page")]
+    runtime: Choice = Choice(name="local")
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Settings":
+        """Reads, overrides and resolves; every mistake is an `InputError` before anything starts."""
+        return cls.from_dict(override(read_toml(Path(path)), overrides))
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any]) -> "Settings":
+        """The same from a nested dict."""
+        for section in ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime"):
+            if isinstance(tables.get(section), dict) and "name" not in tables[section]:
+                default = cls.model_fields[section].default.name
+                tables = {**tables, section: {"name": default, **tables[section]}}
+        try:
+            return cls.model_validate(tables).resolve()
+        except ValidationError as error:
+            raise InputError(_with_choices(cls, error)) from None
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Settings":
+        if self.run.rollouts_per_prompt < 2:
+            raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
+        if not self.data:
+            raise InputError("data: at least one [[data]] table is needed")
+        if self.model.dtype == "bfloat16" and self.model.lora is False:
+            raise InputError(
+                "model.dtype = 'bfloat16' with model.lora = false: bfloat16 weights round small updates away; "
+                "train full weights in float32, or set a [model.lora] table"
+            )
+        if self.eval.every and not self.eval.data:
+            raise InputError("eval.every has no effect without an [[eval.data]] table; add one or remove it")
+        return self
+
+    def resolve(self) -> "Settings":
+        """Checks every named thing's options against its signature and fills in the defaults."""
+        resolved = {
+            section: getattr(self, section).resolved(section, section)
+            for section in ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
+        }
+        rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
+        if rollout.get("temperature") == 0:
+            raise InputError("rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0")
+        if "lr" in trainer and trainer["lr"] is None:
+            trainer["lr"] = 1e-5 if self.model.lora else 1e-6
+            resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
+        lists: dict[str, Any] = {
+            stage: [item.resolved(stage, f"{stage}[{index}]") for index, item in enumerate(getattr(self, stage))]
+            for stage in ("data", "reward", "report")
+        }
+        held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
+        return self.model_copy(
+            update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})}
+        )
+
+    @property
+    def plan(self) -> Plan:
+        run = self.run
+        return Plan(run.steps, run.prompts_per_step, run.rollouts_per_prompt, run.sync_every, run.epochs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is not set is left out."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(self.to_dict())
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a settings file."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, not a settings file")
+    if not path.is_file():
+        raise InputError(f"no settings file {path}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid TOML: {error}") from None
+
+
+def override(tables: dict[str, Any], flags: Iterable[str]) -> dict[str, Any]:
+    """Applies `--section.key=value`; `--data.0.key` reaches one of several tables, `--data.key` the only one."""
+    for flag in flags:
+        key, equals, raw = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not equals or "." not in key:
+            raise InputError(f"{flag!r} is not an override; write --section.key=value")
+        *path, last = key.split(".")
+        place: Any = tables
+        for part in path:
+            place = _step_into(place, part, flag)
+        if isinstance(place, list):
+            place = _step_into(place, "0", flag) if len(place) == 1 else _step_into(place, last, flag)
+        if not isinstance(place, dict):
+            raise InputError(f"{flag!r}: {'.'.join(path)} is not a table")
+        place[last] = _value(raw)
+    return tables
+
+
+def _step_into(place: Any, part: str, flag: str) -> Any:
+    if isinstance(place, list) and len(place) == 1 and not part.isdigit():
+        place = place[0]
+    if isinstance(place, list):
+        if not part.isdigit() or int(part) >= len(place):
+            raise InputError(f"{flag!r}: there are {len(place)} tables; name one by its index, 0 to {len(place) - 1}")
+        return place[int(part)]
+    if not isinstance(place, dict):
+        raise InputError(f"{flag!r}: {part!r} is inside a value that is not a table")
+    if isinstance(place.get(part), bool):
+        place[part] = {}  # `lora = false` in the file, `--model.lora.r=8` on the command line
+    return place.setdefault(part, [{}] if part in ("data", "reward", "report") else {})
+
+
+def _value(raw: str) -> Any:
+    """A TOML value where it is one (0.28, true, [1, 2], "text"), else the text itself."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _own_fields(choice: Choice) -> dict[str, Any]:
+    return {name: getattr(choice, name) for name in type(choice).model_fields}
+
+
+def _with_choices(model: type[BaseModel], error: ValidationError) -> str:
+    """The complaint; for a key that does not exist, also the keys that do."""
+    first = error.errors()[0]
+    message = describe(error, "")
+    if first["type"] != "extra_forbidden":
+        return message
+    for part in first["loc"][:-1]:
+        field = model.model_fields.get(str(part))
+        inner = field.annotation if field else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+        elif part == "lora":
+            model = Lora
+    where = ".".join(str(part) for part in first["loc"] if part not in ("Lora", "literal[False]"))
+    return f"{where} is not a setting; valid here: {', '.join(sorted(model.model_fields))}"

@@ -1,0 +1,185 @@
+"""One Protocol per stage, in pipeline order, and `Stages`, the bundle that a runtime hands to the loop.
+
+A stage knows the records that it takes and gives, and nothing of where it runs: the object here may be the real one
+(runtime `local`), an actor or a task. A stage never imports another; what it needs it is handed when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from podium.records import (
+    Answer,
+    Batch,
+    EvalReport,
+    Group,
+    LossOutput,
+    Prompt,
+    Request,
+    Rollout,
+    RunState,
+    Sampling,
+    StepReport,
+    UpdateResult,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Data(Protocol):
+    """Stage 1. Prompts in an order that depends on the seed alone."""
+
+    def windows(self, state: RunState) -> Iterator[list[Prompt]]:
+        """From the trained frontier on: the prompts of `sync_every` steps at a time."""
+        ...
+
+
+class Engine(Protocol):
+    """What rollout asks: ids in, ids and logprobs out."""
+
+    policy_version: int | None
+    """Of the weights that it holds; None before the first load."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        """An answer per request, each as soon as it is whole."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of `token_ids[1:]` at temperature 1, through the weights that it samples with."""
+        ...
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Takes the trainer's weights; answers given from now on carry `version`."""
+        ...
+
+
+class RolloutStage(Protocol):
+    """Stage 2. Prompts in, groups of rollouts out."""
+
+    def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
+        """Starts all prompts at once; groups arrive by ordinal."""
+        ...
+
+
+class RewardFunction(Protocol):
+    """A reward: a number for one rollout, or None to abstain. May be a coroutine."""
+
+    def __call__(self, prompt: Prompt, rollout: Rollout) -> Any: ...
+
+
+class RewardStage(Protocol):
+    """Stage 3. Scores each group as it arrives, beside generation."""
+
+    def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]: ...
+
+
+AdvantageFunction = Callable[[Sequence[float]], Sequence[float]]
+"""Stage 4, inside: rewards of one group in, advantages out."""
+
+LossFunction = Callable[["torch.Tensor", Batch], LossOutput]
+"""Stage 6: policy logprobs `[T]` and their batch in, this batch's share of the step's loss out."""
+
+
+class Trainer(Protocol):
+    """Stage 7. Owns the policy and its optimizer; the loss is handed to it."""
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        """One optimizer step over all batches; with none, or a gradient that is not finite, none is made."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of `token_ids[1:]` at temperature 1, through the weights that it trains."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an engine must take over: the adapter under LoRA, else every parameter."""
+        ...
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Weights, optimizer and random state: all that an exact continuation needs."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def save_model(self, folder: str) -> None:
+        """Writes what a user takes away: an adapter folder or a model folder."""
+        ...
+
+
+class Sync(Protocol):
+    """Stage 8. Carries the trainer's weights to the engine and proves that they arrived."""
+
+    async def push(self, version: int) -> None:
+        """Nothing happens if the engine holds `version` already."""
+        ...
+
+
+class Checkpoint(Protocol):
+    """Stage 9. The one atomic commit."""
+
+    async def restore_or_start(self) -> RunState: ...
+
+    async def commit_if_due(self, state: RunState) -> None: ...
+
+    async def commit(self, state: RunState) -> None: ...
+
+    async def finish(self, state: RunState) -> None:
+        """Commits a last time and writes the trained model."""
+        ...
+
+
+class ReportStage(Protocol):
+    """Stage 10. Tells every report what happened."""
+
+    async def start(self, state: RunState) -> None: ...
+
+    async def write(
+        self,
+        state: RunState,
+        groups: Sequence[Group],
+        kept: Sequence[Group],
+        result: UpdateResult,
+        seconds: Mapping[str, float],
+    ) -> None: ...
+
+
+class Report(Protocol):
+    """One place where people look: the console, a file, a page."""
+
+    def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
+        """`card` describes the run; `history` holds the lines of the steps already done, after a resume."""
+        ...
+
+    def write(self, report: StepReport) -> None: ...
+
+    def evaluated(self, report: EvalReport) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+class Evaluation(Protocol):
+    """Beside the pipeline: held-out prompts through the same engine."""
+
+    async def run_if_due(self, state: RunState) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a runtime hands to the loop."""
+
+    data: Data
+    rollout: RolloutStage
+    reward: RewardStage
+    assign_advantages: Callable[[Sequence[Group]], list[Group]]
+    filter: Callable[[Sequence[Group]], list[Group]]
+    pack: Callable[[Sequence[Group]], list[Batch]]
+    trainer: Trainer
+    sync: Sync
+    checkpoint: Checkpoint
+    report: ReportStage
+    evaluation: Evaluation
+    stop_requested: Callable[[], bool]
+    """Whether a signal asked the run to end at the next safe point."""

@@ -1,0 +1,32 @@
+"""One of the checks that are always on: after a sync, engine and trainer agree on a probe.
+
+A few fixed tokens go through both. Stale weights, an adapter that was not applied, another tokenizer's vocabulary or
+a broken copy all show up as different logprobs.
+"""
+
+from collections.abc import Sequence
+
+from podium.errors import ParityError
+from podium.stages import Engine, Trainer
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest mean difference of logprobs, by the dtype of the weights."""
+
+
+async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], version: int, tolerance: float) -> None:
+    """Raises `ParityError` naming the engine unless it holds the trainer's weights."""
+    name = type(engine).__name__
+    if engine.policy_version != version:
+        raise ParityError(
+            f"engine {name} says that it holds policy version {engine.policy_version} after version {version} was pushed"
+        )
+    expected, found = await trainer.score(probe), await engine.score(probe)
+    if len(expected) != len(found):
+        raise ParityError(f"engine {name} returned {len(found)} logprobs for a probe of {len(expected)}")
+    gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
+    if not gap <= tolerance:
+        raise ParityError(
+            f"engine {name} does not sample from the trained weights: after the sync to policy version {version} its "
+            f"logprobs differ from the trainer's by {gap:.2e} on average, {tolerance:.0e} is allowed; "
+            "its weights are stale, or the adapter is not applied"
+        )

@@ -1,0 +1,55 @@
+"""One optimizer step's gradient and statistics, batch by batch.
+
+The statistics are sums over loss tokens, divided at the end by the step's totals; so they do not depend on how the
+step was split either.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from podium.model.forward import policy_logprobs
+from podium.records import Batch, LossOutput
+from podium.stages import LossFunction
+from podium.trainer._checks import check_ids, check_split
+
+
+def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss: LossFunction) -> dict[str, float]:
+    """Leaves the step's gradient on the parameters and returns its metrics."""
+    totals: dict[str, torch.Tensor] = {}
+    for number, batch in enumerate(batches):
+        check_ids(batch)
+        logprobs, entropy = policy_logprobs(model, batch)
+        if number == 0:
+            check_split(loss, logprobs, batch)
+        output = loss(logprobs, batch)
+        output.loss.backward()
+        for name, value in _sums(output, logprobs.detach(), entropy, batch).items():
+            totals[name] = totals[name] + value if name in totals else value
+    metrics = {name: float(total) for name, total in totals.items()}
+    variance = metrics.pop("ratio_squared") - metrics["loss/ratio_mean"] ** 2
+    return metrics | {"loss/ratio_var": max(0.0, variance)}
+
+
+def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+    """This batch's share of each metric of the step."""
+    mask = batch.loss_mask.bool()
+
+    def share(values: torch.Tensor) -> torch.Tensor:
+        return values[mask].double().sum() / batch.num_loss_tokens
+
+    gap = logprobs - batch.rollout_logprobs
+    ratio = gap.exp()
+    return {
+        "loss/total": output.loss.detach().double(),
+        "loss/ratio_mean": share(output.ratio),
+        "ratio_squared": share(output.ratio.double() ** 2),
+        "loss/clipped_low_share": share(output.clipped_low),
+        "loss/clipped_high_share": share(output.clipped_high),
+        "policy/entropy": share(entropy),
+        "mismatch/abs_mean": share(gap.abs()),
+        "mismatch/k1": share(-gap),
+        "mismatch/k3": share(gap.expm1() - gap),
+        "mismatch/outside_share": share((ratio < 0.9) | (ratio > 1.1)),
+    }
