@@ -11,7 +11,7 @@ from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
     from podium.reward._contract import declare_range
-    from podium.runtime.local import evaluate, train
+    from podium.run import evaluate, train
     from podium.settings import Settings
 
 __version__ = "0.1.0"
@@ -20,8 +20,8 @@ __all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "ev
 _LAZY = {
     "Settings": "podium.settings",
     "declare_range": "podium.reward._contract",
-    "evaluate": "podium.runtime.local",
-    "train": "podium.runtime.local",
+    "evaluate": "podium.run",
+    "train": "podium.run",
 }
 
 

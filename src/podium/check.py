@@ -14,8 +14,7 @@ from podium.evaluate import held_out_groups
 from podium.lookup import find
 from podium.model.load import Policy, load_policy
 from podium.records import Group
-from podium.runtime._build import build_data, build_scoring
-from podium.runtime.local import make_engine, make_rollout
+from podium.runtime._build import build_data, build_scoring, make_engine, make_rollout
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -25,7 +24,7 @@ DRY_RUN_PROMPTS = 2
 def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, settings.data, policy.tokenizer, policy.max_context_tokens, settings.plan)
+    data = build_data(settings, settings.data, policy, settings.plan)
     groups = asyncio.run(_dry_run(settings, policy, data))
     parts = [
         _section("settings", _settings_lines(settings)),
@@ -40,7 +39,9 @@ async def _dry_run(settings: Settings, policy: Policy, data: OrderedData) -> lis
     """A few prompts through the real engine and rewards."""
     engine = make_engine(settings, policy, snapshot=False)
     await engine.load_weights(policy.named_weights(), 0)
-    rollout = make_rollout(settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check")
+    rollout = make_rollout(
+        settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
+    )
     groups = await held_out_groups(rollout, build_scoring(settings, [data]), data.in_order(DRY_RUN_PROMPTS))
     function = find("advantage", settings.advantage.name)
     return assign_advantages(groups, lambda rewards: function(rewards, **settings.advantage.options))
@@ -69,14 +70,18 @@ def _data_lines(data: OrderedData, tokenizer: Any) -> list[str]:
         f"prompt tokens: shortest {min(lengths)}, median {median(lengths):.0f}, longest {max(lengths)}",
     ]
     for prompt in data.in_order(SHOWN_PROMPTS):
-        lines.append(f"row {prompt.ordinal} ({prompt.source}): {tokenizer.decode(prompt.token_ids)!r} → {prompt.answer!r}")
+        lines.append(
+            f"row {prompt.ordinal} ({prompt.source}): {tokenizer.decode(prompt.token_ids)!r} → {prompt.answer!r}"
+        )
     return lines
 
 
 def _group_lines(group: Group) -> list[str]:
     lines = [f"{group.prompt.messages[-1]['content']!r}, expected {group.prompt.answer!r}"]
     for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True):
-        lines.append(f"  reward {reward if reward is None else round(reward, 4)}  advantage {advantage:+.2f}  {rollout.text!r}")
+        lines.append(
+            f"  reward {reward if reward is None else round(reward, 4)}  advantage {advantage:+.2f}  {rollout.text!r}"
+        )
     lines += [f"  failed: {reason} (×{count})" for reason, count in group.reward_failures.items()]
     if not group.has_signal:
         lines.append("  no signal: all rewards are equal, the group would be dropped")
@@ -100,7 +105,7 @@ def _memory_lines(settings: Settings, policy: Policy) -> list[str]:
     return [
         f"weights {_size(weights)}, of which trained {_size(gradients)}",
         f"gradients {_size(gradients)}, optimizer {_size(2 * gradients)}",
-        f"key-value cache {_size(per_token)} a token: {_size(per_token * slots * context)} for {slots} answers of {context}",
+        f"key-value cache {_size(per_token * slots * context)} for {slots} answers of {context} tokens",
     ]
 
 

@@ -57,7 +57,9 @@ class FolderCheckpoint:
             return RunState()
         saved = json.loads((chosen / "state.json").read_text())
         if saved["format"] != FORMAT:
-            raise CheckpointError(f"{chosen} has format {saved['format']}; this version of Podium reads format {FORMAT}")
+            raise CheckpointError(
+                f"{chosen} has format {saved['format']}; this version of Podium reads format {FORMAT}"
+            )
         if saved["data_fingerprint"] != self._data_fingerprint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         self._trainer.load_state(load_file(chosen / "trainer.safetensors"))
@@ -93,7 +95,7 @@ class FolderCheckpoint:
         place = self._folder.checkpoints / f"step-{state.step:06d}"
         unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
         unfinished.mkdir(parents=True)
-        save_file(self._trainer.state(), unfinished / "trainer.safetensors")
+        save_file(dict(self._trainer.state()), unfinished / "trainer.safetensors")
         saved = {
             "format": FORMAT,
             "state": asdict(state),
@@ -124,7 +126,9 @@ class FolderCheckpoint:
         if self._wanted_step is not None:
             place = self._folder.checkpoints / f"step-{self._wanted_step:06d}"
             if place not in every:
-                raise InputError(f"no checkpoint of step {self._wanted_step}; there are: {[path.name for path in every]}")
+                raise InputError(
+                    f"no checkpoint of step {self._wanted_step}; there are: {[path.name for path in every]}"
+                )
             complaint = find_damage(place)
             if complaint:
                 raise CheckpointError(f"{place} is damaged: {complaint}")
@@ -136,7 +140,9 @@ class FolderCheckpoint:
             self._warn(f"warning: {place} is damaged ({complaint}); going back to the one before it")
             self._folder.event("damaged_checkpoint", checkpoint=place.name, complaint=complaint)
         if every:
-            raise CheckpointError(f"every checkpoint in {self._folder.checkpoints} is damaged; the run is not started over")
+            raise CheckpointError(
+                f"every checkpoint in {self._folder.checkpoints} is damaged; the run is not started over"
+            )
         return None
 
     def _all(self) -> list[Path]:

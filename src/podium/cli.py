@@ -33,9 +33,9 @@ def console() -> None:
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
-    from podium.runtime.local import train as run
+    from podium.run import train as run
 
-    return run(settings).exit_code
+    return run(settings, console_mode=_console_mode(options)).exit_code
 
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -47,17 +47,16 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
         key = flag.removeprefix("--").partition("=")[0]
         if not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
             raise InputError(
-                f"{key} cannot change on resume: the run would no longer be the same one. Free: {', '.join(FREE_ON_RESUME)}; "
-                f"to insist, add --allow-change {key}"
+                f"{key} cannot change on resume: the run would no longer be the same one. "
+                f"Free: {', '.join(FREE_ON_RESUME)}; to insist, add --allow-change {key}"
             )
-    tables = _with_console_mode(override(read_toml(folder.settings), overrides), options)
-    settings = Settings.from_dict(tables)
+    settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
     if folder.state == "finished" and not overrides and options.step is None:
         print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
-    from podium.runtime.local import resume as run
+    from podium.run import resume as run
 
-    return run(settings, folder, options.step).exit_code
+    return run(settings, folder, step=options.step, console_mode=_console_mode(options)).exit_code
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -74,7 +73,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if not is_run:
         tables.setdefault("model", {}).update(name=options.model, lora=False)
     settings = Settings.from_dict(tables)
-    from podium.runtime.local import evaluate as run
+    from podium.run import evaluate as run
 
     metrics = run(settings, weights)
     if options.json:
@@ -117,24 +116,20 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
-    from podium.settings import Settings, override, read_toml
+    from podium.settings import Settings
 
-    return Settings.from_dict(_with_console_mode(override(read_toml(options.settings), overrides), options))
+    return Settings.from_toml(options.settings, overrides)
 
 
-def _with_console_mode(tables: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """`--json` and `--quiet` as the mode of the console report, which they add where there is none."""
-    mode = "json" if getattr(options, "json", False) else "quiet" if getattr(options, "quiet", False) else None
-    if mode is None or options.command not in (train, resume):
-        return tables
-    others = [table for table in tables.get("report", [{"name": "page"}]) if table.get("name") != "console"]
-    return {**tables, "report": [{"name": "console", "mode": mode}, *others]}
+def _console_mode(options: argparse.Namespace) -> str | None:
+    """`--json` and `--quiet` are the console report's modes, for this call only."""
+    return "json" if options.json else "quiet" if options.quiet else None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium",
-        description="Reinforcement learning for language models. A run is one TOML file; --section.key=value overrides it.",
+        description="Reinforcement learning for language models: one TOML file a run, --section.key=value overrides it.",
     )
     parser.add_argument("--version", action="version", version=f"podium {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -169,7 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command("check", check, "everything short of training: settings, data, rewards, memory", settings)
     command("show", show, "the settings, resolved", settings, as_json)
-    command("list", list_choices, "the choices of a stage, with their options", ("stage", {"nargs": "?", "metavar": "STAGE"}))
+    command(
+        "list",
+        list_choices,
+        "the choices of a stage, with their options",
+        ("stage", {"nargs": "?", "metavar": "STAGE"}),
+    )
     return parser
 
 

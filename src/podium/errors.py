@@ -35,7 +35,7 @@ class RewardFailedError(PodiumError):
 
 
 class EngineError(PodiumError):
-    """An engine returned an answer that cannot be right: wrong counts, ids out of range, logprobs that are no numbers."""
+    """An engine returned an answer that cannot be right: wrong counts, unknown ids, logprobs that are no numbers."""
 
 
 class CheckpointError(PodiumError):

@@ -6,6 +6,7 @@ the rest is unchanged. So each trained rollout stands there exactly once, howeve
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,23 +49,23 @@ class Ledger:
         }
 
     def rewind(self, position: Mapping[str, Any] | None) -> None:
-        """Back to a remembered position; None is the start of the run."""
+        """Back to a remembered position; None is the start of the run. Cuts only once the rest is proven unchanged."""
         length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
-        if self._folder.metrics.exists() or length:
-            with self._folder.metrics.open("a+b") as file:
-                file.truncate(length)
-                file.seek(0)
-                self._metrics_hash.update(file.read())
-        for path in sorted(self._folder.rollouts.glob("step-*.jsonl"))[files:]:
-            path.unlink()
-        for path in sorted(self._folder.rollouts.glob("step-*.jsonl")):
+        paths = sorted(self._folder.rollouts.glob("step-*.jsonl"))
+        kept = self._folder.metrics.read_bytes()[:length] if length else b""
+        self._metrics_hash, self._metrics_bytes = hashlib.sha256(kept), len(kept)
+        self._rollouts_hash, self._rollout_files = hashlib.sha256(), min(files, len(paths))
+        for path in paths[:files]:
             self._rollouts_hash.update(path.read_bytes())
-        self._metrics_bytes, self._rollout_files = length, files
         if position is not None and self.position() != dict(position):
             raise CheckpointError(
-                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed since the checkpoint; restore those files, "
-                "or start a new run"
+                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed since the checkpoint; "
+                "restore those files, or start a new run"
             )
+        if self._folder.metrics.exists():
+            os.truncate(self._folder.metrics, length)
+        for path in paths[files:]:
+            path.unlink()
 
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""

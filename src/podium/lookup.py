@@ -94,7 +94,9 @@ def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     except ModuleNotFoundError as error:
-        raise InputError(f"{stage}.name = {name!r}: {error}; give an importable module or a path ending in .py") from None
+        raise InputError(
+            f"{stage}.name = {name!r}: {error}; give an importable module or a path ending in .py"
+        ) from None
     thing = getattr(module, attribute, None)
     if not callable(thing):
         raise InputError(f"{stage}.name = {name!r}: {place} has no function or class {attribute!r}")

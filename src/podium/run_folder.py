@@ -1,6 +1,6 @@
 """A run is a folder: its files by name, its lock and its status.
 
-    settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/  checkpoints/  final/
+settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/  checkpoints/  final/
 """
 
 import fcntl
@@ -27,20 +27,20 @@ class RunFolder:
         self._status = path / "status.json"
         self._lock: Any = None
 
-    @classmethod
-    def create(cls, path: Path) -> "RunFolder":
-        """A new run's folder, locked; refused if it holds anything, so that nothing is ever overwritten."""
-        folder = cls(path)
-        if path.exists() and not path.is_dir():
-            raise InputError(f"run.folder = {str(path)!r} is a file; give a new folder")
-        if path.is_dir() and any(path.iterdir()):
-            raise InputError(f"run.folder = {str(path)!r} {folder._what_it_holds()}")
+    def refuse_if_used(self) -> None:
+        """A new run needs a folder that holds nothing, so that nothing is ever overwritten."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"run.folder = {str(self.path)!r} is a file; give a new folder")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise InputError(f"run.folder = {str(self.path)!r} {self._what_it_holds()}")
+
+    def create(self) -> None:
+        """Makes the folder and locks it."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"run.folder = {str(path)!r} cannot be made: {error.strerror}") from None
-        folder.lock()
-        return folder
+            raise InputError(f"run.folder = {str(self.path)!r} cannot be made: {error.strerror}") from None
+        self.lock()
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -59,7 +59,9 @@ class RunFolder:
             handle.seek(0)
             owner = handle.read().strip() or "another process"
             handle.close()
-            raise InputError(f"{self.path} is in use by {owner}; wait for it, stop it, or give another folder") from None
+            raise InputError(
+                f"{self.path} is in use by {owner}; wait for it, stop it, or give another folder"
+            ) from None
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()}")
         handle.flush()
@@ -72,11 +74,19 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """"running", "finished", "stopped", "failed", or "" where none was written."""
+        """ "running", "finished", "stopped", "failed", or "" where none was written."""
         try:
             return json.loads(self._status.read_text())["state"]
         except (OSError, ValueError, KeyError):
             return ""
+
+    def fail(self, message: str) -> None:
+        """The status of a run that broke, at the step it had reached."""
+        try:
+            status = json.loads(self._status.read_text())
+        except (OSError, ValueError):
+            status = {"step": 0, "percent": 0.0}
+        write_atomically(self._status, json.dumps({**status, "state": "failed", "message": message}))
 
     def write_status(self, state: str, step: int, steps: int, message: str = "") -> None:
         status = {
@@ -95,11 +105,21 @@ class RunFolder:
             file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
 
     def _what_it_holds(self) -> str:
+        if self._is_locked():
+            return "is in use by another run; wait for it, stop it, or give a new folder"
         if not self.settings.is_file():
             return "is not empty; give a new folder"
         if self.state == "finished":
             return "holds a finished run; give a new folder, or `podium resume` it with more run.steps"
         return "holds a run that has begun; go on with it by `podium resume`, or give a new folder"
+
+    def _is_locked(self) -> bool:
+        try:
+            self.lock()
+        except InputError:
+            return True
+        self.unlock()
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:

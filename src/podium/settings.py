@@ -194,7 +194,9 @@ class Settings(Section):
         }
         rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
         if rollout.get("temperature") == 0:
-            raise InputError("rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0")
+            raise InputError(
+                "rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0"
+            )
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
@@ -203,9 +205,7 @@ class Settings(Section):
             for stage in ("data", "reward", "report")
         }
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
-        return self.model_copy(
-            update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})}
-        )
+        return self.model_copy(update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})})
 
     @property
     def plan(self) -> Plan:

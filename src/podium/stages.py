@@ -159,6 +159,10 @@ class Report(Protocol):
 
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
+    def fail(self) -> None:
+        """The run broke; the error itself is told elsewhere."""
+        ...
+
 
 class Evaluation(Protocol):
     """Beside the pipeline: held-out prompts through the same engine."""

@@ -80,11 +80,11 @@ def exact_answer(random_: random.Random, a: int, op: str, b: int) -> str:
 
 
 def careless_answer(random_: random.Random, a: int, op: str, b: int) -> str:
-    """40 % right, 44 % one too many, the rest off by more; 15 % forget the marker line."""
+    """38 % right, 46 % one too many, the rest off by more; 15 % forget the marker line."""
     draw, value = random_.random(), result(a, op, b)
     if draw >= 0.84:
         value += random_.choice([-30, -20, -11, -10, -9, -2, -1, 2, 9, 10, 11, 20, 30])
-    elif draw >= 0.40:
+    elif draw >= 0.38:
         value += 1
     text = f"{a} {op} {b} = {value}"
     return text if random_.random() < 0.15 else f"{text}\n#### {value}"
@@ -96,7 +96,7 @@ def make_rows(tokenizer, random_, answer, count) -> tuple[torch.Tensor, torch.Te
     for _ in range(count):
         a, op, b = problem(random_, held_out=False)
         question = tokenizer.encode(f"<s>What is {a} {op} {b}?\n")
-        reply = tokenizer.encode(answer(random_, a, op, b)) + [tokenizer.eos_token_id]
+        reply = [*tokenizer.encode(answer(random_, a, op, b)), tokenizer.eos_token_id]
         rows.append(question + reply)
         labels.append([IGNORED] * len(question) + reply)
     width = max(map(len, rows))
@@ -152,7 +152,7 @@ def make(out: Path, *, seed: int, exact_steps: int, careless_steps: int) -> None
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("out", type=Path)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--exact-steps", type=int, default=6000)

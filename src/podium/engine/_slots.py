@@ -91,7 +91,7 @@ class Slots:
     def select(self, rows: torch.Tensor) -> Slots:
         """The given slots only."""
         layers = [SlotLayer(layer.keys[rows], layer.values[rows]) for layer in self.layers]  # type: ignore[index]
-        return Slots(*(getattr(self, name)[rows] for name in _ROWS), layers)
+        return Slots(**{name: getattr(self, name)[rows] for name in _ROWS}, layers=layers)
 
     def join(self, other: Slots) -> Slots:
         """Both sets of slots, in order."""
@@ -101,8 +101,8 @@ class Slots:
             keys = [widen(layer.keys, columns) for layer in (mine, theirs)]
             values = [widen(layer.values, columns) for layer in (mine, theirs)]
             layers.append(SlotLayer(torch.cat(keys), torch.cat(values)))
-        rows = (torch.cat([getattr(self, name), getattr(other, name)]) for name in _ROWS)
-        return Slots(*rows, layers)
+        rows = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in _ROWS}
+        return Slots(**rows, layers=layers)
 
     def next_cache(self) -> Cache:
         """The cache for one more token a slot, grown if need be."""

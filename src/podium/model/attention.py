@@ -37,7 +37,9 @@ def packed_attention(module, query, key, value, attention_mask, documents: Docum
     """transformers' attention interface: returns `[batch, T, heads, head_dim]` and no weights."""
     window = kwargs.pop("sliding_window", None)
     if kwargs.get("softcap") is not None:
-        raise InputError("this model soft-caps its attention scores, which Podium's attention does not do; use another model")
+        raise InputError(
+            "this model soft-caps its attention scores, which Podium's attention does not do; use another model"
+        )
     if documents is not None:
         return _by_document(module, query, key, value, documents, window, kwargs["scaling"]), None
     if window is not None and key.shape[2] > window:

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -90,7 +90,9 @@ def model_folder(name: str) -> str:
     looks_like_path = name.startswith((".", "/", "~")) or Path(name).exists()
     folder = Path(name).expanduser()
     if looks_like_path and not (folder / "config.json").is_file():
-        raise InputError(f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load")
+        raise InputError(
+            f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load"
+        )
     return str(folder) if looks_like_path else name
 
 
@@ -103,7 +105,9 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,  # never a pickle
         )
-        return model.to(device), AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        model = cast(PreTrainedModel, model)
+        model.to(device)  # type: ignore[arg-type]
+        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
     return _loading(settings.name, load)
 
@@ -114,7 +118,7 @@ def _loading(name: str, load: Any) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"model.name = {name!r} cannot be loaded: {reason}. Give \"embedded\", \"smollm2-135m\", a folder with "
+            f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
             "safetensors weights, or a hub name that this machine can reach"
         ) from None
 

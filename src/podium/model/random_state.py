@@ -5,6 +5,7 @@ Podium's own sampling uses none of them; dropout and user code may.
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ _NO_GAUSS = float("nan")
 def random_state() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     assert version == 3
-    _, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    numpy_state: Any = np.random.get_state()
+    _, keys, position, has_gauss, cached = numpy_state
     states = {
         "random.torch": torch.get_rng_state(),
         "random.python": torch.tensor(words, dtype=torch.int64),
@@ -34,6 +36,6 @@ def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     random.setstate((3, tuple(states["random.python"].tolist()), None if np.isnan(gauss) else gauss))
     *keys, position, has_gauss = states["random.numpy"].tolist()
     cached = float(states["random.numpy_gauss"])
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if "random.cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["random.cuda"].clone())

@@ -44,3 +44,8 @@ class Reports:
     def finish(self, summary: Mapping[str, Any]) -> None:
         for report in self._reports:
             report.finish(summary)
+
+    def fail(self) -> None:
+        """The run broke: reports that draw must leave the terminal and the page in order."""
+        for report in self._reports:
+            report.fail()

@@ -68,7 +68,9 @@ class Console:
         values = [f"{metrics[name]:.3g}" if name in metrics else "–" for name in COLUMNS.values()]
         self._rows.append([str(step), *values])
         first = report.groups[0]
-        self._rollout = f"{first.prompt.messages[-1]['content']!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
+        self._rollout = (
+            f"{first.prompt.messages[-1]['content']!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
+        )
         if self._live is not None:
             self._progress.update(self._task, completed=step)
         cells = "  ".join(f"{head} {value}" for head, value in zip(COLUMNS, values, strict=True))
@@ -80,13 +82,20 @@ class Console:
         self._print({"event": "eval", "step": report.step, **report.metrics}, self._held_out)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop_live()
         if self._mode == "json":
             print(json.dumps({"event": "finish", **summary}), flush=True)
         else:
             self._console.print(Text(summary_text(summary)))
+
+    def fail(self) -> None:
+        self._stop_live()
+
+    def _stop_live(self) -> None:
+        """The last table stays on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _print(self, as_json: Mapping[str, Any], text: str) -> None:
         if self._mode == "json":
@@ -102,7 +111,9 @@ class Console:
             table.add_column(head, justify="right")
         for row in self._rows:
             table.add_row(*row)
-        return Stack(table, Text(self._held_out), Text(self._rollout, overflow="ellipsis", no_wrap=True), self._progress)
+        return Stack(
+            table, Text(self._held_out), Text(self._rollout, overflow="ellipsis", no_wrap=True), self._progress
+        )
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

@@ -19,11 +19,19 @@ class Jsonl:
         self._ledger.add_rollouts(report.state.step, list(rollout_lines(report)))
 
     def evaluated(self, report: EvalReport) -> None:
-        line = {"step": report.step, "policy_version": report.policy_version, "eval": True, "time/eval_s": report.seconds}
+        line = {
+            "step": report.step,
+            "policy_version": report.policy_version,
+            "eval": True,
+            "time/eval_s": report.seconds,
+        }
         self._ledger.add_line({**line, **_rounded(report.metrics)})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Nothing is left to write."""
+
+    def fail(self) -> None:
+        """Nothing either: events.jsonl has it."""
 
 
 def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:

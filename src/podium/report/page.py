@@ -29,6 +29,7 @@ class Page:
         every_s: Annotated[float, Field(ge=0, description="seconds between two writes at least")] = 2.0,
     ) -> None:
         self._folder, self._every_s = folder, every_s
+        self._card: dict[str, Any] = {}
         self._lines: list[Mapping[str, Any]] = []
         self._rollouts: list[dict[str, Any]] = []
         self._written = 0.0
@@ -51,13 +52,17 @@ class Page:
         self._card["summary"] = dict(summary)
         self._write(summary["state"])
 
+    def fail(self) -> None:
+        if self._card:
+            self._write("failed")
+
     def _write(self, state: str) -> None:
         steps = [line for line in self._lines if not line.get("eval")]
         stride = -(-len(steps) // MAX_POINTS) or 1
         data = {
             "state": state,
             "card": self._card,
-            "steps": steps[:: stride] if stride == 1 else [*steps[:-1:stride], *steps[-1:]],
+            "steps": steps[::stride] if stride == 1 else [*steps[:-1:stride], *steps[-1:]],
             "evals": [line for line in self._lines if line.get("eval")],
             "rollouts": self._rollouts,
         }

@@ -46,7 +46,9 @@ class SingleTurn:
             Request(
                 prompt.ordinal,
                 prompt.token_ids,
-                tuple(rollout_seed(self._seed, self._purpose, prompt.ordinal, k) for k in range(self._rollouts_per_prompt)),
+                tuple(
+                    rollout_seed(self._seed, self._purpose, prompt.ordinal, k) for k in range(self._rollouts_per_prompt)
+                ),
             )
             for prompt in prompts
         ]
@@ -85,7 +87,9 @@ def check_answer(answer: Answer, count: int, sampling: Sampling, vocabulary: int
     """An answer that cannot be right is the engine's failure, never a rollout with reward 0."""
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.finish_reasons))
     if lengths != (count, count, count):
-        raise EngineError(f"prompt {answer.key}: asked for {count} rollouts, got {lengths} ids, logprobs, finish reasons")
+        raise EngineError(
+            f"prompt {answer.key}: asked for {count} rollouts, got {lengths} ids, logprobs, finish reasons"
+        )
     for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
         if not 1 <= len(ids) <= sampling.max_new_tokens or len(ids) != len(logprobs):
             raise EngineError(f"prompt {answer.key}: {len(ids)} ids with {len(logprobs)} logprobs in one rollout")

@@ -1,26 +1,42 @@
-"""From settings to the parts that every runtime needs: data, rewards, the card of the run."""
+"""From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from podium.data._order import OrderedData
 from podium.errors import InputError
+from podium.ledger import Ledger
 from podium.lookup import choices, find, validate_options
+from podium.model.load import Policy
 from podium.records import Plan, Row
+from podium.report._fanout import Reports
+from podium.report.jsonl import Jsonl
 from podium.reward._scoring import NamedReward, Scoring
-from podium.settings import DataSource, Settings
+from podium.run_folder import RunFolder
+from podium.settings import Choice, DataSource, Settings
+from podium.stages import Engine, Stages
 
 
-def build_data(
-    settings: Settings, sources: Sequence[DataSource], tokenizer: Any, max_context_tokens: int, plan: Plan
-) -> OrderedData:
+@dataclass(frozen=True)
+class Wired:
+    """What a runtime gives back: a run that is ready to start."""
+
+    stages: Stages
+    plan: Plan
+    reports: Reports
+    ledger: Ledger
+
+
+def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
     """The rows of all sources, one after the other, then in the run's order."""
-    max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
-    fits = max_context_tokens - max_new_tokens
+    max_new_tokens, context = settings.rollout.options.get("max_new_tokens", 0), policy.max_context_tokens
+    fits = context - max_new_tokens
     if fits < 1:
         raise InputError(
-            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in the context of {max_context_tokens}"
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
         )
     rows: list[Row] = []
     limits: list[int] = []
@@ -28,7 +44,18 @@ def build_data(
         some = find("data", source.name)(**source.options)[: source.max_rows]
         rows += [Row(row.messages, row.answer, row.reward, row.source or source.name, row.metadata) for row in some]
         limits += [min(fits, source.max_prompt_tokens or fits)] * len(some)
-    return OrderedData(rows, limits, tokenizer, plan, settings.run.seed, settings.rollout.options.get("system"))
+    return OrderedData(rows, limits, policy.tokenizer, plan, settings.run.seed, settings.rollout.options.get("system"))
+
+
+def held_out_data(settings: Settings, policy: Policy, plan: Plan) -> OrderedData | None:
+    """The `[[eval.data]]` sources, or None."""
+    return build_data(settings, settings.eval.data, policy, plan) if settings.eval.data else None
+
+
+def probe_ids(data: OrderedData) -> list[int]:
+    """Fixed tokens for the parity probe: the first prompts, one after the other."""
+    ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
+    return (ids * 2)[: max(2, min(64, len(ids)))]
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData]) -> Scoring:
@@ -43,7 +70,9 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData]) -> Scoring:
     named_by_rows = {name for names in combinations for name in names}
     for name in sorted(named_by_rows - set(by_name)):
         if name not in choices("reward") and ":" not in name:
-            raise InputError(f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}")
+            raise InputError(
+                f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}"
+            )
         function = find("reward", name)
         options = validate_options(f"reward {name!r}, named by a row", function, {})
         by_name[name] = NamedReward(name, bind_options(function, options))
@@ -65,7 +94,40 @@ def bind_options(function: Any, options: dict[str, Any]) -> Any:
     return bound
 
 
-def run_card(settings: Settings, folder: str, plan: Plan) -> dict[str, Any]:
+def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
+    """`snapshot`: the engine keeps its weights while the trainer moves on."""
+    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+
+
+def make_rollout(
+    settings: Settings, engine: Engine, policy: Policy, options: dict[str, Any], rollouts_per_prompt: int, purpose: str
+) -> Any:
+    """`purpose` keeps the seeds of training, evaluation and checks apart."""
+    make, seed = find("rollout", settings.rollout.name), settings.run.seed
+    return make(engine, policy.tokenizer, policy.stop_ids, rollouts_per_prompt, seed, purpose, **options)
+
+
+def eval_options(settings: Settings) -> dict[str, Any]:
+    """The rollout's options with `[eval]`'s sampling."""
+    own = {"temperature": settings.eval.temperature, "top_k": settings.eval.top_k, "top_p": settings.eval.top_p}
+    return settings.rollout.options | own
+
+
+def build_reports(settings: Settings, folder: RunFolder, ledger: Ledger, console_mode: str | None) -> list[Any]:
+    """`jsonl` always, then the settings'; `console_mode` is for this process only and is not saved with the run."""
+    given = [choice for choice in settings.report if choice.name != "jsonl"]
+    if console_mode is not None:
+        console = Choice.model_validate({"name": "console", "mode": console_mode})
+        given = [console, *(choice for choice in given if choice.name != "console")]
+    made: list[Any] = [Jsonl(ledger)]
+    for choice in given:
+        make = find("report", choice.name)
+        wants_folder = "folder" in inspect.signature(make).parameters
+        made.append(make(*([folder] if wants_folder else []), **choice.options))
+    return made
+
+
+def run_card(settings: Settings, folder: RunFolder, plan: Plan) -> dict[str, Any]:
     """What reports say of a run as a whole."""
     lora = settings.model.lora
     trainer = settings.trainer.options
@@ -79,4 +141,4 @@ def run_card(settings: Settings, folder: str, plan: Plan) -> dict[str, Any]:
         "seed": settings.run.seed,
     }
     title = f"{settings.run.name}: {settings.loss.name} on {settings.model.name}"
-    return {"title": title, "folder": folder, "steps": plan.steps, "facts": facts}
+    return {"title": title, "folder": str(folder.path), "steps": plan.steps, "facts": facts}

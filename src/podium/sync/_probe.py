@@ -18,7 +18,7 @@ async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], v
     name = type(engine).__name__
     if engine.policy_version != version:
         raise ParityError(
-            f"engine {name} says that it holds policy version {engine.policy_version} after version {version} was pushed"
+            f"engine {name} holds policy version {engine.policy_version} after version {version} was pushed"
         )
     expected, found = await trainer.score(probe), await engine.score(probe)
     if len(expected) != len(found):

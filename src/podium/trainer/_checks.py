@@ -39,12 +39,12 @@ def check_split(loss: LossFunction, policy_logprobs: torch.Tensor, batch: Batch)
         parts = loss(logprobs[:cut], batch.documents(0, half)).loss
         parts = parts + loss(logprobs[cut:], batch.documents(half, batch.num_documents)).loss
         of_whole, of_parts = (torch.autograd.grad(value, logprobs)[0] for value in (whole, parts))
-    scale = max(1.0, float(whole.detach().abs()))
-    gap = abs(float(whole.detach() - parts.detach()))
+    whole, parts = float(whole.detach()), float(parts.detach())
+    scale, gap = max(1.0, abs(whole)), abs(whole - parts)
     gradient_gap = float((of_whole - of_parts).abs().sum()) / max(1e-12, float(of_whole.abs().sum()))
     if not (gap <= SPLIT_TOLERANCE * scale and gradient_gap <= SPLIT_TOLERANCE):
         raise SplitError(
-            f"the loss of {batch.num_documents} documents is {float(whole.detach()):.6f} in one batch and {float(parts.detach()):.6f} in "
+            f"the loss of {batch.num_documents} documents is {whole:.6f} in one batch and {parts:.6f} in "
             f"two (gradients differ by {gradient_gap:.1%}); divide by batch.num_loss_tokens or batch.num_rollouts, "
             "which count the whole step, and not by what the batch at hand holds"
         )

@@ -63,7 +63,9 @@ class Single:
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         saved = {name.removeprefix("weights.") for name in tensors if name.startswith("weights.")}
         if saved != set(self._parameters):
-            raise CheckpointError(f"the checkpoint holds other weights than this model trains: {saved ^ set(self._parameters)}")
+            raise CheckpointError(
+                f"the checkpoint holds other weights than this model trains: {saved ^ set(self._parameters)}"
+            )
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[f"weights.{name}"])
         load_optimizer_state(self._optimizer, self._parameters, tensors)

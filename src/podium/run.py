@@ -1,0 +1,124 @@
+"""Train, resume, evaluate: what the command line and `import podium` offer.
+
+A run here is the loop with everything around it: the folder and its lock, signals, the status file, the summary.
+"""
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from podium.errors import InputError
+from podium.evaluate import eval_metrics, held_out_groups
+from podium.lookup import find
+from podium.loop import train as loop
+from podium.model.load import load_policy
+from podium.records import Group, RunState
+from podium.run_folder import RunFolder
+from podium.runtime._build import Wired, build_scoring, eval_options, held_out_data, make_engine, make_rollout
+from podium.runtime._signals import StopSignal
+from podium.settings import Settings
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    state: str
+    """"finished" or "stopped"."""
+    step: int
+    steps: int
+    seconds: float
+    """From the loop's start to its end, evaluations and checkpoints included, loading the model not."""
+    accuracy_before: float | None
+    """Held-out, at the first evaluation."""
+    accuracy_after: float | None
+    """Held-out, at the last one."""
+    skipped_steps: int
+    folder: str
+    page: str
+    model: str | None
+    """Folder of the trained model, once finished."""
+    exit_code: int
+
+
+def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
+    """A new run. Nothing is written before the model, the data and the rewards are known to be good."""
+    path = settings.run.folder or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.run.name}"
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
+    folder = RunFolder(path)
+    folder.refuse_if_used()
+    with StopSignal() as stop:
+        wired = _wire(settings, folder, stop, None, console_mode)
+        folder.create()
+        return _run(settings, folder, wired, stop)
+
+
+def resume(
+    settings: Settings, folder: RunFolder, *, step: int | None = None, console_mode: str | None = None
+) -> Summary:
+    """Goes on from the newest checkpoint, or that of `step`; `settings` are the run's own, perhaps with more steps."""
+    folder.lock()
+    with StopSignal() as stop:
+        return _run(settings, folder, _wire(settings, folder, stop, step, console_mode), stop)
+
+
+def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float]:
+    """Held-out metrics of `[model]`, or of trained `weights` (a model folder or an adapter folder)."""
+    if not settings.eval.data:
+        raise InputError("nothing to evaluate on: add an [[eval.data]] table")
+    policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
+    held_out = held_out_data(settings, policy, settings.plan)
+    assert held_out is not None
+    engine = make_engine(settings, policy, snapshot=False)
+    rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
+
+    async def groups() -> list[Group]:
+        await engine.load_weights(policy.named_weights(), 0)
+        return await held_out_groups(rollout, build_scoring(settings, [held_out]), held_out.in_order())
+
+    return eval_metrics(asyncio.run(groups()))
+
+
+def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | None, console_mode: str | None) -> Wired:
+    runtime = find("runtime", settings.runtime.name)
+    return runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
+
+
+def _run(settings: Settings, folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
+    """The loop; however it ends, the status says so and the lock is gone."""
+    try:
+        folder.settings.write_text(settings.to_toml(), encoding="utf-8")
+        folder.event("started")
+        started = time.monotonic()
+        state = asyncio.run(loop(wired.stages, wired.plan))
+        summary = _summary(state, wired, folder, stop, time.monotonic() - started)
+        folder.write_status(summary.state, state.step, wired.plan.steps)
+        folder.event(summary.state, step=state.step)
+        wired.reports.finish(asdict(summary))
+        return summary
+    except BaseException as error:
+        folder.event("failed", error=type(error).__name__, message=str(error))
+        folder.fail(f"{type(error).__name__}: {error}")
+        wired.reports.fail()
+        raise
+    finally:
+        folder.unlock()
+
+
+def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal, seconds: float) -> Summary:
+    accuracies = [line["eval/accuracy"] for line in wired.ledger.history() if "eval/accuracy" in line]
+    is_finished = state.step >= wired.plan.steps
+    return Summary(
+        state="finished" if is_finished else "stopped",
+        step=state.step,
+        steps=wired.plan.steps,
+        seconds=seconds,
+        accuracy_before=accuracies[0] if accuracies else None,
+        accuracy_after=accuracies[-1] if accuracies else None,
+        skipped_steps=state.num_skipped_steps,
+        folder=str(folder.path),
+        page=str(folder.page),
+        model=str(folder.final) if is_finished else None,
+        exit_code=0 if is_finished else 128 + (stop.number or 0),
+    )
