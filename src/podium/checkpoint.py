@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +67,7 @@ class FolderCheckpoint:
         self._ledger.rewind(saved["ledger"])
         state = RunState(**saved["state"])
         self._last_committed = state.step
+        self._set_aside(state.step)
         self._folder.event("restored", step=state.step, checkpoint=chosen.name)
         return state
 
@@ -144,6 +146,12 @@ class FolderCheckpoint:
                 f"every checkpoint in {self._folder.checkpoints} is damaged; the run is not started over"
             )
         return None
+
+    def _set_aside(self, newer_than: int) -> None:
+        """Checkpoints after the one that was restored would stand in the way of the new ones; none is deleted."""
+        for place in self._all():
+            if int(place.name.removeprefix("step-")) > newer_than:
+                place.rename(place.with_name(f"aside-{place.name}-{time.time_ns()}"))
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.checkpoints.glob("step-*") if ".tmp-" not in path.name)

@@ -64,7 +64,8 @@ def validate_options(where: str, thing: Callable[..., Any], given: Mapping[str, 
     for key in given:
         if key not in fields:
             raise InputError(f"{where}.{key} is not an option of {_title(thing)}; {_valid(key, sorted(fields))}")
-    model = create_model("Options", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)  # type: ignore[call-overload]
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    model = create_model("Options", __config__=config, **fields)  # type: ignore[call-overload]
     try:
         return dict(model(**given))
     except ValidationError as error:
@@ -86,6 +87,8 @@ def describe(error: ValidationError, where: str) -> str:
     field = ".".join([where, *(str(part) for part in first["loc"])]).strip(".")
     if first["type"] == "missing":
         return f"{field} is required"
+    if not field:  # two fields that do not agree: the message names both
+        return str(first["ctx"]["error"])
     return f"{field} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 

@@ -114,6 +114,8 @@ class RunFolder:
         return "holds a run that has begun; go on with it by `podium resume`, or give a new folder"
 
     def _is_locked(self) -> bool:
+        if not (self.path / "lock").exists():
+            return False
         try:
             self.lock()
         except InputError:

@@ -20,13 +20,13 @@ from podium.records import Plan
 class Section(BaseModel):
     """A table with a fixed set of keys; the text under a key is its help."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 class Choice(BaseModel):
     """A table whose `name` chooses a file; the other keys are that file's options."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: str
     """The file (see `podium list`), or `module:object`, or `path.py:object`."""
@@ -261,8 +261,8 @@ def _step_into(place: Any, part: str, flag: str) -> Any:
         return place[int(part)]
     if not isinstance(place, dict):
         raise InputError(f"{flag!r}: {part!r} is inside a value that is not a table")
-    if isinstance(place.get(part), bool):
-        place[part] = {}  # `lora = false` in the file, `--model.lora.r=8` on the command line
+    if isinstance(place.get(part), bool) or place.get(part) == []:
+        del place[part]  # `lora = false` or `data = []` in the file, `--model.lora.r=8` on the command line
     return place.setdefault(part, [{}] if part in ("data", "reward", "report") else {})
 
 
@@ -281,7 +281,7 @@ def _own_fields(choice: Choice) -> dict[str, Any]:
 def _with_choices(model: type[BaseModel], error: ValidationError) -> str:
     """The complaint; for a key that does not exist, also the keys that do."""
     first = error.errors()[0]
-    message = describe(error, "")
+    message = describe(error, "").replace("model.lora.Lora", "model.lora")
     if first["type"] != "extra_forbidden":
         return message
     for part in first["loc"][:-1]:

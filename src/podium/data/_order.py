@@ -71,7 +71,7 @@ class OrderedData:
         """Changes when any row, its rendering or its place does: a resume refuses other data."""
         digest = hashlib.sha256()
         for row, ids in zip(self._rows, self._ids, strict=True):
-            digest.update(json.dumps([row.answer, row.reward, ids], default=str).encode())
+            digest.update(json.dumps([row.answer, row.reward, row.metadata, ids], default=str).encode())
         return digest.hexdigest()
 
     def windows(self, state: RunState) -> Iterator[list[Prompt]]:

@@ -44,7 +44,7 @@ def _row(given: Any) -> Row:
         raise TypeError(f"expected an object, found {type(given).__name__}")
     fields = dict(given)
     reward = fields.pop("reward", fields.pop("dataset", ()))
-    names = (reward,) if isinstance(reward, str) else tuple(reward)
+    names = tuple(reward) if isinstance(reward, (list, tuple)) else (reward,)
     if not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"'reward' must be a name or a list of names, not {reward!r}")
     return Row(

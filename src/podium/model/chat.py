@@ -20,7 +20,8 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
     if tokenizer.chat_template is None:
         text = "\n".join(turn["content"] for turn in turns)
         return tuple(_encode_text(tokenizer, text, leading=True))
-    if not any(special in turn["content"] for turn in turns for special in tokenizer.all_special_tokens):
+    specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    if not any(special in turn["content"] for turn in turns for special in specials):
         return tuple(_encode_template(tokenizer, _apply(tokenizer, turns)))
     return tuple(_encode_around(tokenizer, turns))
 

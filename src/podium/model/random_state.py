@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_NO_GAUSS = float("nan")
-
 
 def random_state() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
@@ -21,7 +19,7 @@ def random_state() -> dict[str, torch.Tensor]:
     states = {
         "random.torch": torch.get_rng_state(),
         "random.python": torch.tensor(words, dtype=torch.int64),
-        "random.python_gauss": torch.tensor(_NO_GAUSS if gauss is None else gauss, dtype=torch.float64),
+        "random.python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
         "random.numpy_gauss": torch.tensor(cached, dtype=torch.float64),
     }
@@ -32,8 +30,8 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["random.torch"].clone())
-    gauss = float(states["random.python_gauss"])
-    random.setstate((3, tuple(states["random.python"].tolist()), None if np.isnan(gauss) else gauss))
+    gauss = states["random.python_gauss"].tolist()
+    random.setstate((3, tuple(states["random.python"].tolist()), gauss[0] if gauss else None))
     *keys, position, has_gauss = states["random.numpy"].tolist()
     cached = float(states["random.numpy_gauss"])
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -1,5 +1,6 @@
 """The numbers of a step, by the names of docs/metrics.md."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
@@ -13,9 +14,12 @@ def step_metrics(
     result: UpdateResult,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
-    """`state` is the one after the step; `groups` are all of the step's, `kept` those that were trained."""
+    """`state` is the one after the step; `groups` are all of the step's, `kept` those that were trained.
+
+    What is not finite (the gradient of a skipped step) is left out: JSON and the page have no word for it.
+    """
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    return {
+    metrics = {
         **group_metrics("reward", groups),
         "reward/kept_mean": _mean(_rewards(kept)),
         **rollout_metrics("rollout", groups),
@@ -29,6 +33,7 @@ def step_metrics(
         "time/reward_s": sum(group.scoring_s for group in groups),
         "perf/train_tokens_per_s": result.metrics.get("pack/tokens", 0.0) / max(1e-9, seconds.get("train", 0.0)),
     }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def group_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What a reward promises: one finite number a rollout, within its declared range, or None to abstain."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float |
         raise RewardContractError(
             f"{where} returned {value!r:.80} of type {type(value).__name__}; return a float, or None to abstain"
         )
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:  # also false for an integer that no float can hold
         raise RewardContractError(f"{where} returned {value}; return a finite number, or None to abstain")
     low, high = declared_range(function)
     if not low - 1e-9 <= value <= high + 1e-9:

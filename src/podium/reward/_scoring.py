@@ -41,16 +41,20 @@ class Scoring:
     async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
 
-        The last group of a step is held back until the step's share of failed rewards is known to be small.
+        The last group of a step is held back until the step's share of failed rewards is known to be small; that of
+        a last, smaller step is known before the generator ends, and so before the step trains.
         """
         pending: deque[asyncio.Task[Group]] = deque()
         step: list[Group] = []
         async for group in groups:
-            pending.append(asyncio.create_task(self.score(group)))
+            task = asyncio.create_task(self.score(group))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else each breach prints itself
+            pending.append(task)
             while pending and pending[0].done():
                 yield self._checked(pending.popleft().result(), step)
         while pending:
             yield self._checked(await pending.popleft(), step)
+        self._check_share(step)
 
     async def score(self, group: Group) -> Group:
         """The group with rewards, their parts and what failed."""
@@ -59,7 +63,8 @@ class Scoring:
         failures: Counter[str] = Counter()
         parts = [await self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts]
         totals = [_total(rewards, part) for part in parts]
-        highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in rewards)
+        weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
+        highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)
         return replace(
             group,
             rewards=tuple(totals),
@@ -85,10 +90,15 @@ class Scoring:
         return values
 
     def _checked(self, group: Group, step: list[Group]) -> Group:
-        """Stops the run if too many calls of a step gave no number; `step` gathers its groups."""
+        """The group, once the step that it completes is known to be good; `step` gathers its groups."""
         step.append(group)
-        if len(step) < self._prompts_per_step:
-            return group
+        if len(step) == self._prompts_per_step:
+            self._check_share(step)
+            step.clear()
+        return group
+
+    def _check_share(self, step: Sequence[Group]) -> None:
+        """Stops the run if too many calls of a step gave no number."""
         values = [value for each in step for part in each.reward_parts for value in part.values()]
         failed = sum(value is None for value in values)
         if failed > self._max_failed_share * len(values):
@@ -98,8 +108,6 @@ class Scoring:
                 f"{failed} of {len(values)} reward calls of a step gave no number, more than "
                 f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
             )
-        step.clear()
-        return group
 
 
 def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:

@@ -57,7 +57,7 @@ class Single:
         tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         tensors |= dict(optimizer_state(self._optimizer, self._parameters))
         tensors |= random_state() | {"num_updates": torch.tensor(self._num_updates)}
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:

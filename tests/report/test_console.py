@@ -1,0 +1,139 @@
+import json
+import re
+from typing import Any
+
+import pytest
+
+from podium.records import EvalReport
+from podium.report.console import Console, summary_text
+from tests.builders import make_group, make_rollout, make_step_report
+
+CARD = {"title": "arithmetic: grpo on embedded", "folder": "runs/one", "steps": 20, "facts": {}}
+SUMMARY = {
+    "state": "finished",
+    "step": 20,
+    "steps": 20,
+    "seconds": 12.34,
+    "accuracy_before": 0.25,
+    "accuracy_after": 0.5,
+    "skipped_steps": 0,
+    "folder": "runs/one",
+    "page": "runs/one/report.html",
+    "model": "runs/one/final",
+    "exit_code": 0,
+}
+
+
+def play(console: Console, text: str = "[red]#### 3") -> None:
+    """A run of one step and one evaluation."""
+    group = make_group((0.2, 1.2), rollouts=(make_rollout(text),) * 2)
+    console.start(CARD, [])
+    console.write(make_step_report(group, step=3, reward__mean=0.7, loss__total=-0.123456))
+    console.evaluated(EvalReport(3, 3, {"eval/accuracy": 0.25, "eval/prompts": 8.0}, (), 1.0))
+    console.finish(SUMMARY)
+
+
+SUMMARY_LINES = [
+    "finished: step 20 of 20 in 12.3 s",
+    "held-out accuracy: 0.250 before, 0.500 after",
+    "run folder: runs/one",
+    "page: runs/one/report.html",
+    "trained model: runs/one/final",
+]
+
+
+def test_without_a_terminal_it_prints_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console())
+    assert capsys.readouterr().out.splitlines() == [
+        "arithmetic: grpo on embedded",
+        "runs/one",
+        "step 3/20  reward 0.7  correct –  kept –  loss -0.123  entropy –  length –  mismatch –  grad –",
+        "held-out at step 3: accuracy 0.25  prompts 8",
+        *SUMMARY_LINES,
+    ]
+
+
+def test_json_prints_one_object_a_line_with_every_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console(mode="json"))
+    start, step, evaluated, finish = map(json.loads, capsys.readouterr().out.splitlines())
+    assert start == {"event": "start", **CARD}
+    assert step == {"event": "step", "step": 3, "reward/mean": 0.7, "loss/total": -0.123456}
+    assert evaluated == {"event": "eval", "step": 3, "eval/accuracy": 0.25, "eval/prompts": 8.0}
+    assert finish == {"event": "finish", **SUMMARY}
+
+
+def test_quiet_prints_the_summary_only(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console(mode="quiet"))
+    assert capsys.readouterr().out.splitlines() == SUMMARY_LINES
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich believes that it draws on one of 200 columns."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.usefixtures("terminal")
+def test_on_a_terminal_it_draws_a_table_the_progress_and_a_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console())
+    out = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert "step  reward  correct" in out
+    assert "3/20" in out
+    assert "held-out at step 3: accuracy 0.25" in out
+    assert "'What is 1 + 2?' → '[red]#### 3' scores 0.2" in out
+    assert "finished: step 20 of 20 in 12.3 s" in out
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_rollout_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console(mode="live"), text="\x1b]0;owned\x07[bold]x[/bold]\x1b[2J")
+    out = capsys.readouterr().out
+    assert "\x1b]0;owned" not in out
+    assert "\x1b[2J" not in out
+    assert r"\x1b]0;owned\x07[bold]x[/bold]\x1b[2J" in out
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_broken_run_gives_the_terminal_back(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(mode="live")
+    console.start(CARD, [])
+    assert "\x1b[?25l" in capsys.readouterr().out  # the cursor is hidden
+    console.fail()
+    assert "\x1b[?25h" in capsys.readouterr().out  # and shown again
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_resumed_run_starts_its_progress_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(mode="live")
+    console.start(CARD, [{"step": 6}, {"step": 7}])
+    console.fail()
+    assert "7/20" in capsys.readouterr().out
+
+
+def test_a_run_that_failed_prints_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(mode="plain")
+    console.start(CARD, [])
+    capsys.readouterr()
+    console.fail()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"accuracy_before": None, "accuracy_after": None}, [SUMMARY_LINES[0], *SUMMARY_LINES[2:]]),
+        ({"state": "stopped", "step": 4, "model": None}, ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-1]]),
+        (
+            {"skipped_steps": 2},
+            [
+                *SUMMARY_LINES[:2],
+                "2 steps made no update: no group had signal, or no finite gradient",
+                *SUMMARY_LINES[2:],
+            ],
+        ),
+    ],
+)
+def test_the_summary_says_what_there_is_to_say(changes: dict[str, Any], expected: list[str]) -> None:
+    assert summary_text(SUMMARY | changes).splitlines() == expected

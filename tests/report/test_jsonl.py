@@ -1,0 +1,99 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.ledger import Ledger
+from podium.records import EvalReport, StepReport
+from podium.report.jsonl import Jsonl, rollout_lines
+from podium.run_folder import RunFolder
+from tests.builders import make_group, make_prompt, make_rollout, make_step_report
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Jsonl:
+    return Jsonl(Ledger(RunFolder(tmp_path)))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_one_line_of_metrics_and_one_file_of_rollouts(report: Jsonl, tmp_path: Path) -> None:
+    report.write(make_step_report(step=1, reward__mean=0.5))
+    report.write(make_step_report(make_group((0.0, 0.1, 0.2)), make_group(), step=2, reward__mean=0.75))
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
+    assert [len(lines(tmp_path / "rollouts" / f"step-00000{i}.jsonl")) for i in (1, 2)] == [2, 5]
+
+
+def test_an_evaluation_is_a_line_that_says_so(report: Jsonl, tmp_path: Path) -> None:
+    report.evaluated(EvalReport(4, 3, {"eval/accuracy": 0.25}, (make_group(),), 1.5))
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 4, "policy_version": 3, "eval": True, "time/eval_s": 1.5, "eval/accuracy": 0.25}
+    ]
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_metrics_have_nine_digits(report: Jsonl, tmp_path: Path) -> None:
+    report.write(make_step_report(loss__total=-1 / 3, optim__lr=1e-5, pack__tokens=123456.0))
+    line = lines(tmp_path / "metrics.jsonl")[0]
+    assert (line["loss/total"], line["optim/lr"], line["pack/tokens"]) == (-0.333333333, 1e-5, 123456.0)
+
+
+def test_a_rollout_line_has_all_that_happened_to_it() -> None:
+    rollout = make_rollout(
+        "####\n3",
+        (8, 24),
+        rollout_logprobs=(-0.12345678, -1.0),
+        sample_index=1,
+        policy_version_min=2,
+        policy_version_max=3,
+    )
+    group = make_group(
+        (1.2,),
+        prompt=make_prompt(7),
+        rollouts=(rollout,),
+        advantages=(0.70710678,),
+        reward_parts=({"x": 1.0, "y": None},),
+    )
+    assert list(rollout_lines(make_step_report(group))) == [
+        {
+            "ordinal": 7,
+            "sample_index": 1,
+            "policy_version": [2, 3],
+            "trained": True,
+            "prompt": "What is 1 + 2?",
+            "answer": "3",
+            "text": "####\n3",
+            "reward": 1.2,
+            "reward_parts": {"x": 1.0, "y": None},
+            "correct": True,
+            "advantage": 0.707107,
+            "finish_reason": "stop",
+            "token_ids": [8, 24],
+            "logprobs": [-0.123457, -1.0],
+        }
+    ]
+
+
+def test_a_rollout_counts_as_trained_only_if_its_group_was_kept_and_it_has_a_reward() -> None:
+    kept = make_group((0.2, None, 1.2), prompt=make_prompt(0))
+    dropped = make_group((0.2, 0.2), prompt=make_prompt(1))
+    made = make_step_report(kept, dropped)
+    report = StepReport(made.state, made.metrics, made.groups, kept=(0,))
+    assert [line["trained"] for line in rollout_lines(report)] == [True, False, True, False, False]
+
+
+def test_no_text_of_a_rollout_can_break_a_line(report: Jsonl, tmp_path: Path) -> None:
+    hostile = 'a\n{"step": 9}\r\u2028\x00\ud800"'
+    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(hostile),))))
+    (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines()
+    assert json.loads(line)["text"] == hostile
+
+
+def test_starting_finishing_and_failing_write_nothing(report: Jsonl, tmp_path: Path) -> None:
+    report.start({"steps": 1}, [])
+    report.finish({"state": "finished"})
+    report.fail()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,105 @@
+import pytest
+
+from podium.records import RunState, UpdateResult
+from podium.report._metrics import group_metrics, rollout_metrics, step_metrics
+from tests.builders import make_group, make_prompt, make_rollout
+
+
+def test_reward_metrics_are_means_over_the_rollouts_that_have_a_reward() -> None:
+    groups = [make_group((0.2, 1.2)), make_group((None, 0.4)), make_group((None, None))]
+    metrics = group_metrics("reward", groups)
+    # (0.2 + 1.2 + 0.4) / 3; one of the three is correct; three of six abstained
+    assert metrics == {
+        "reward/mean": pytest.approx(0.6, abs=1e-12),
+        "reward/correct_rate": pytest.approx(1 / 3, abs=1e-12),
+        "reward/arithmetic_mean": pytest.approx(0.6, abs=1e-12),
+        "reward/abstained": 3.0,
+        "reward/failed": 0.0,
+    }
+
+
+def test_each_reward_has_a_mean_over_the_rollouts_that_it_scored() -> None:
+    parts = ({"exact": 1.0, "length": None}, {"exact": 0.0, "length": 8.0})
+    groups = [make_group((1.0, 4.0), reward_parts=parts), make_group((3.0,), reward_parts=({"exact": 1.0},))]
+    metrics = group_metrics("eval", groups)
+    assert metrics["eval/exact_mean"] == pytest.approx(2 / 3, abs=1e-12)
+    assert metrics["eval/length_mean"] == 8.0
+    assert metrics["eval/mean"] == pytest.approx(8 / 3, abs=1e-12)
+
+
+def test_failures_are_added_up_over_rewards_and_groups() -> None:
+    failing = make_group((None, None), reward_failures={"a: KeyError: 1": 2, "b: OSError: 2": 1})
+    assert group_metrics("reward", [failing, failing])["reward/failed"] == 6.0
+
+
+def test_there_is_no_correct_rate_where_no_highest_reward_is_declared() -> None:
+    assert "reward/correct_rate" not in group_metrics("reward", [make_group((1.0, 2.0), correct=(None, None))])
+
+
+def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
+    rollouts = (
+        make_rollout(token_ids=(5, 2)),
+        make_rollout(token_ids=(5, 6, 7, 8), finish_reason="length"),
+        make_rollout(token_ids=(5, 6, 2)),
+        make_rollout(token_ids=(5, 6, 2), finish_reason="abort"),
+    )
+    # (2 + 4 + 3 + 3) / 4 tokens; two of four stopped, one was cut off
+    assert rollout_metrics("rollout", [make_group((1.0,) * 4, rollouts=rollouts)]) == {
+        "rollout/length_mean": 3.0,
+        "rollout/length_max": 4.0,
+        "rollout/stop_rate": 0.5,
+        "rollout/truncated_share": 0.25,
+    }
+
+
+def result(updated: bool = True, **metrics: float) -> UpdateResult:
+    return UpdateResult(updated, 12, {name.replace("__", "/"): value for name, value in metrics.items()})
+
+
+def test_the_numbers_of_a_step() -> None:
+    old = tuple(make_rollout(policy_version_min=version) for version in (4, 6))
+    kept = make_group((0.2, 1.2), advantages=(-1.0, 0.5), prompt=make_prompt(0), rollouts=old, scoring_s=0.25)
+    new = (make_rollout(policy_version_min=6),) * 2
+    dropped = make_group((0.4, 0.4), prompt=make_prompt(1), rollouts=new, scoring_s=0.5)
+    metrics = step_metrics(
+        RunState(step=9, policy_version=7),
+        [kept, dropped],
+        [kept],
+        result(loss__total=-0.5, pack__tokens=30.0),
+        {"rollout": 2.0, "train": 0.5, "sync": 0.1},
+    )
+    # 4 rollouts of 3 tokens in 2 s; 30 packed tokens in 0.5 s; version 6 was trained, the oldest rollout is of 4
+    expected = {
+        "reward/mean": 0.55,
+        "reward/kept_mean": 0.7,
+        "reward/correct_rate": 0.25,
+        "rollout/tokens_per_s": 6.0,
+        "advantage/abs_mean": 0.75,
+        "batch/kept_ratio": 0.5,
+        "loss/total": -0.5,
+        "version/policy": 7.0,
+        "version/lag_max": 2.0,
+        "time/rollout_s": 2.0,
+        "time/train_s": 0.5,
+        "time/sync_s": 0.1,
+        "time/reward_s": 0.75,
+        "perf/train_tokens_per_s": 60.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None:
+    groups = [make_group((0.2, 0.2), rollouts=(make_rollout(policy_version_min=5),) * 2)]
+    metrics = step_metrics(RunState(step=2, policy_version=5), groups, [], result(updated=False), {})
+    assert metrics["version/lag_max"] == 0.0
+    assert metrics["batch/kept_ratio"] == 0.0
+    assert metrics["reward/kept_mean"] == 0.0
+    assert metrics["advantage/abs_mean"] == 0.0
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    odd = result(updated=False, optim__grad_norm=float("nan"), loss__total=float("inf"), optim__skipped=1.0)
+    metrics = step_metrics(RunState(step=1), [make_group()], [make_group()], odd, {})
+    assert "optim/grad_norm" not in metrics
+    assert "loss/total" not in metrics
+    assert metrics["optim/skipped"] == 1.0

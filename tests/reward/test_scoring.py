@@ -1,0 +1,273 @@
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from podium.errors import RewardContractError, RewardFailedError
+from podium.records import Group
+from podium.reward._contract import declare_range
+from podium.reward._scoring import NamedReward, Scoring
+from tests.builders import make_group, make_prompt, make_rollout
+
+
+def unscored(ordinal: int = 0, texts: Sequence[str] = ("a", "b"), reward: tuple[str, ...] = ()) -> Group:
+    return Group(make_prompt(ordinal, reward=reward), tuple(make_rollout(text) for text in texts))
+
+
+def make_scoring(
+    *rewards: Callable[..., Any], weights: Sequence[float] = (), prompts_per_step: int = 1, **options: Any
+) -> Scoring:
+    """The rewards by the names of their functions."""
+    named = [NamedReward(f.__name__, f, w) for f, w in zip(rewards, weights or [1.0] * len(rewards), strict=True)]
+    return Scoring({each.name: each for each in named}, [each.name for each in named], prompts_per_step, **options)
+
+
+def score(scoring: Scoring, *groups: Group) -> list[Group]:
+    async def arriving() -> AsyncIterator[Group]:
+        for group in groups:
+            yield group
+
+    async def run() -> list[Group]:
+        return [group async for group in scoring.score_each(arriving())]
+
+    return asyncio.run(run())
+
+
+def length(prompt: Any, rollout: Any) -> float:
+    return float(len(rollout.text))
+
+
+@declare_range(0.0, 1.0)
+def is_a(prompt: Any, rollout: Any) -> float:
+    return float(rollout.text == "a")
+
+
+@declare_range(0.0, 4.0)
+def up_to_4(prompt: Any, rollout: Any) -> float:
+    return min(4.0, len(rollout.text))
+
+
+def raises_on_b(prompt: Any, rollout: Any) -> float:
+    if rollout.text == "b":
+        raise KeyError("no b")
+    return 1.0
+
+
+def abstains_on_b(prompt: Any, rollout: Any) -> float | None:
+    return None if rollout.text == "b" else 1.0
+
+
+def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted() -> None:
+    (group,) = score(make_scoring(is_a, length, weights=(2.0, -0.5)), unscored(texts=("a", "bbb")))
+    # "a": 2·1 − 0.5·1 = 1.5;  "bbb": 2·0 − 0.5·3 = −1.5
+    assert group.rewards == (1.5, -1.5)
+    assert group.reward_parts == ({"is_a": 1.0, "length": 1.0}, {"is_a": 0.0, "length": 3.0})
+    assert group.reward_failures == {}
+
+
+def test_a_reward_that_raises_abstains_and_is_counted_and_never_becomes_0() -> None:
+    (group,) = score(make_scoring(raises_on_b, max_failed_share=1.0), unscored(texts=("a", "b", "b")))
+    assert group.rewards == (1.0, None, None)
+    assert group.reward_parts[1] == {"raises_on_b": None}
+    assert group.correct == (None, None, None)
+    assert group.reward_failures == {"raises_on_b: KeyError: 'no b'": 2}
+
+
+def test_a_reward_that_abstains_is_not_a_failure() -> None:
+    (group,) = score(make_scoring(abstains_on_b, max_failed_share=1.0), unscored(texts=("a", "b")))
+    assert group.rewards == (1.0, None)
+    assert group.reward_failures == {}
+
+
+def test_the_other_rewards_count_where_one_abstains() -> None:
+    (group,) = score(make_scoring(raises_on_b, length, weights=(1.0, 0.25), max_failed_share=1.0), unscored())
+    # "a": 1 + 0.25·1;  "b": 0.25·1 alone
+    assert group.rewards == (1.25, 0.25)
+
+
+def test_an_interrupt_inside_a_reward_is_not_swallowed() -> None:
+    def interrupted(prompt: Any, rollout: Any) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(make_scoring(interrupted), unscored())
+
+
+@pytest.mark.parametrize("reward", [raises_on_b, abstains_on_b])
+def test_above_the_allowed_share_of_a_step_the_run_stops(reward: Callable[..., Any]) -> None:
+    groups = [unscored(0, ("a",) * 9 + ("b",)), unscored(1, ("a",) * 9 + ("b",))]
+    # 2 of 20 calls are 0.1: just allowed by 0.1, too many for 0.09
+    assert len(score(make_scoring(reward, prompts_per_step=2, max_failed_share=0.1), *groups)) == 2
+    with pytest.raises(RewardFailedError, match=r"2 of 20 reward calls of a step gave no number"):
+        score(make_scoring(reward, prompts_per_step=2, max_failed_share=0.09), *groups)
+
+
+def test_the_message_names_the_limit_the_reason_and_how_often() -> None:
+    with pytest.raises(RewardFailedError) as caught:
+        score(make_scoring(raises_on_b, max_failed_share=0.5), unscored(texts=("a", "b", "b")))
+    assert "scoring.max_failed_share = 0.5: raises_on_b: KeyError: 'no b' (×2)" in str(caught.value)
+    with pytest.raises(RewardFailedError, match="they abstained"):
+        score(make_scoring(abstains_on_b), unscored())
+
+
+def test_the_share_is_of_one_step_and_not_of_the_run() -> None:
+    good, bad = ("a",) * 10, ("a",) * 8 + ("b",) * 2
+    allowed = make_scoring(raises_on_b, prompts_per_step=2, max_failed_share=0.1)
+    # each step has 2 failed of 20
+    assert len(score(allowed, unscored(0, good), unscored(1, bad), unscored(2, bad), unscored(3, good))) == 4
+    with pytest.raises(RewardFailedError, match="4 of 20"):
+        score(allowed, unscored(0, good), unscored(1, good), unscored(2, bad), unscored(3, bad))
+
+
+def test_a_last_step_that_is_smaller_is_checked_too() -> None:
+    scoring = make_scoring(raises_on_b, prompts_per_step=2)
+    groups = [unscored(0, ("a",)), unscored(1, ("a",)), unscored(2, ("b",))]
+    with pytest.raises(RewardFailedError, match="1 of 1 reward calls"):
+        score(scoring, *groups)
+
+
+def test_the_last_group_of_a_bad_step_is_never_handed_on() -> None:
+    handed_on = []
+
+    async def run() -> None:
+        async def arriving() -> AsyncIterator[Group]:
+            for ordinal in range(4):
+                yield unscored(ordinal, ("b",) if ordinal == 2 else ("a",))
+
+        async for group in make_scoring(raises_on_b, prompts_per_step=2).score_each(arriving()):
+            handed_on.append(group.prompt.ordinal)
+
+    with pytest.raises(RewardFailedError):
+        asyncio.run(run())
+    assert handed_on == [0, 1, 2]
+
+
+def returns_text(prompt: Any, rollout: Any) -> str:
+    return "1.0"
+
+
+async def returns_text_later(prompt: Any, rollout: Any) -> str:
+    await asyncio.sleep(0.001)
+    return "1.0"
+
+
+@pytest.mark.parametrize("reward", [returns_text, returns_text_later])
+def test_a_breach_of_contract_stops_the_run_whatever_share_is_allowed(reward: Callable[..., Any]) -> None:
+    with pytest.raises(RewardContractError, match=rf"reward '{reward.__name__}' on prompt 3 .* returned '1.0'"):
+        score(make_scoring(reward, max_failed_share=1.0), unscored(3))
+
+
+def test_a_breach_in_several_groups_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RewardContractError):
+        score(make_scoring(returns_text), *[unscored(i) for i in range(4)])
+    gc.collect()  # a task whose error nobody asked for would log a traceback now
+    assert caplog.records == []
+
+
+def test_a_reward_may_be_a_coroutine() -> None:
+    async def later(prompt: Any, rollout: Any) -> float:
+        await asyncio.sleep(0)
+        return length(prompt, rollout)
+
+    (group,) = score(make_scoring(later), unscored(texts=("a", "bbb")))
+    assert group.rewards == (1.0, 3.0)
+
+
+def test_a_coroutine_that_raises_abstains_and_is_counted() -> None:
+    async def fails_later(prompt: Any, rollout: Any) -> float:
+        await asyncio.sleep(0)
+        raise TimeoutError("judge is away")
+
+    (group,) = score(make_scoring(fails_later, max_failed_share=1.0), unscored())
+    assert group.rewards == (None, None)
+    assert group.reward_failures == {"fails_later: TimeoutError: judge is away": 2}
+
+
+def test_a_group_is_scored_while_later_ones_are_still_being_written() -> None:
+    async def run() -> list[int]:
+        scored = asyncio.Event()
+
+        async def reward(prompt: Any, rollout: Any) -> float:
+            scored.set()
+            return 1.0
+
+        async def arriving() -> AsyncIterator[Group]:
+            yield unscored(0)
+            await asyncio.wait_for(scored.wait(), 5)  # the second is not written before the first is scored
+            yield unscored(1)
+
+        return [group.prompt.ordinal async for group in make_scoring(reward).score_each(arriving())]
+
+    assert asyncio.run(run()) == [0, 1]
+
+
+def test_groups_are_scored_beside_each_other_and_leave_in_the_order_of_arrival() -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        second_is_done, finished = asyncio.Event(), []
+
+        async def reward(prompt: Any, rollout: Any) -> float:
+            if prompt.ordinal == 0:
+                await asyncio.wait_for(second_is_done.wait(), 5)  # in turn, this would wait for ever
+            finished.append(prompt.ordinal)
+            second_is_done.set()
+            return 1.0
+
+        async def arriving() -> AsyncIterator[Group]:
+            for ordinal in range(2):
+                yield unscored(ordinal, ("a",))
+
+        scoring = make_scoring(reward, prompts_per_step=2)
+        left = [group.prompt.ordinal async for group in scoring.score_each(arriving())]
+        return finished, left
+
+    assert asyncio.run(run()) == ([1, 0], [0, 1])
+
+
+def test_a_row_is_scored_by_the_rewards_that_it_names() -> None:
+    scoring = make_scoring(is_a, length, up_to_4)
+    scoring = Scoring(scoring._by_name, ["is_a"], 1)
+    default, named = score(scoring, unscored(0), unscored(1, ("aaaaa",), reward=("length", "up_to_4")))
+    assert default.reward_parts[0] == {"is_a": 1.0}
+    assert named.reward_parts == ({"length": 5.0, "up_to_4": 4.0},)
+    assert named.rewards == (9.0,)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "expected"),
+    [
+        ((is_a,), (1.0,), (True, False)),
+        ((is_a,), (0.3,), (True, False)),
+        # highest 1 + 4 = 5; "a" has 1 + 1, "bbbb" has 0 + 4
+        ((is_a, up_to_4), (1.0, 1.0), (False, False)),
+        # highest 0 · … : with a negative weight the smallest value is the best, −1·0; "bbbb" has it
+        ((is_a,), (-1.0,), (False, True)),
+        # without a declared range there is no highest
+        ((length,), (1.0,), (None, None)),
+        ((is_a, length), (1.0, 1.0), (None, None)),
+        ((is_a, length), (1.0, -1.0), (None, None)),
+        # a reward that is only watched, weight 0, has no say
+        ((is_a, length), (1.0, 0.0), (True, False)),
+    ],
+)
+def test_correct_is_a_reward_of_the_highest_possible_value(
+    rewards: tuple[Callable[..., Any], ...], weights: tuple[float, ...], expected: tuple[bool | None, ...]
+) -> None:
+    (group,) = score(make_scoring(*rewards, weights=weights), unscored(texts=("a", "bbbb")))
+    assert group.correct == expected
+
+
+def test_scoring_adds_to_a_group_and_changes_nothing_else() -> None:
+    before = unscored(5, ("a", "b"))
+    (after,) = score(make_scoring(is_a), before)
+    assert (after.prompt, after.rollouts, after.advantages) == (before.prompt, before.rollouts, ())
+    assert after.scoring_s >= 0
+
+
+def test_a_group_has_signal_only_if_two_rewards_differ() -> None:
+    assert make_group((0.2, 1.2)).has_signal
+    assert not make_group((0.2, 0.2)).has_signal
+    assert not make_group((0.2, None)).has_signal
+    assert not make_group((None, None)).has_signal
+    assert make_group((0.2, None, 0.3)).has_signal

@@ -1,0 +1,67 @@
+import asyncio
+
+import pytest
+
+from podium.errors import EngineError, InputError
+from podium.records import Group, Prompt, ids_digest
+from podium.rollout.single_turn import SingleTurn, rollout_seed
+from tests.fakes import FakeEngine, FakeTokenizer
+
+PROMPTS = [Prompt(ordinal, (65, 66)) for ordinal in (3, 5)]
+
+
+def groups(reply, **options) -> tuple[list[Group], FakeEngine]:
+    engine = FakeEngine(reply)
+    stage = SingleTurn(engine, FakeTokenizer(), (2,), 3, 11, **options)
+
+    async def run() -> list[Group]:
+        return [group async for group in stage.start(PROMPTS)]
+
+    return asyncio.run(run()), engine
+
+
+def test_groups_carry_what_the_engine_sampled() -> None:
+    made, _ = groups(lambda request, k: ((72, 105, 2)[: k + 1], (-0.1, -0.2, -0.3)[: k + 1]))
+    assert [group.prompt.ordinal for group in made] == [3, 5]
+    last = made[0].rollouts[2]
+    assert last.token_ids == (72, 105, 2)
+    assert last.rollout_logprobs == (-0.1, -0.2, -0.3)
+    assert last.loss_mask == (1, 1, 1)
+    assert last.text == "Hi\x02"
+    assert (last.sample_index, last.policy_version_min, last.policy_version_max) == (2, 0, 0)
+    assert last.digest == ids_digest((72, 105, 2))
+
+
+def test_seeds_depend_on_run_seed_purpose_ordinal_and_index_only() -> None:
+    _, engine = groups(lambda request, k: ((72,), (-0.1,)))
+    assert engine.requests[0].seeds == tuple(rollout_seed(11, "train", 3, k) for k in range(3))
+    every = {rollout_seed(s, p, o, k) for s in range(3) for p in ("train", "eval") for o in range(9) for k in range(4)}
+    assert len(every) == 3 * 2 * 9 * 4
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ((), ()),
+        ((72, 105), (-0.1,)),
+        ((72,), (float("nan"),)),
+        ((72,), (0.5,)),
+        ((72,), (float("-inf"),)),
+        ((128,), (-0.1,)),
+        ((-1,), (-0.1,)),
+        ((72,) * 9, (-0.1,) * 9),
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_the_engines_failure(ids, logprobs) -> None:
+    with pytest.raises(EngineError, match="prompt 3"):
+        groups(lambda request, k: (ids, logprobs), max_new_tokens=8)
+
+
+def test_an_answer_that_is_only_the_stop_token_is_legal() -> None:
+    made, _ = groups(lambda request, k: ((2,), (-0.1,)))
+    assert made[0].rollouts[0].token_ids == (2,)
+
+
+def test_a_stop_text_must_be_one_token() -> None:
+    with pytest.raises(InputError, match="'ab' is 2 tokens"):
+        groups(lambda request, k: ((72,), (-0.1,)), stop=["ab"])

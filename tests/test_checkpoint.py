@@ -1,0 +1,105 @@
+"""Damage is found by its hash; the previous checkpoint is used, or the run stops: it is never started over."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from podium.checkpoint import find_damage
+from podium.cli import main
+from podium.run import train
+from podium.settings import Settings
+from tests.conftest import small_tables
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A run of 4 steps with commits at 2 and 4, to be extended."""
+    train(Settings.from_dict(small_tables(tmp_path / "run")))
+    return tmp_path / "run"
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-000004"
+
+
+DAMAGES = {
+    "flipped bit": lambda place: flip_a_bit(place / "trainer.safetensors"),
+    "truncated": lambda place: (place / "trainer.safetensors").write_bytes(
+        (place / "trainer.safetensors").read_bytes()[:-7]
+    ),
+    "missing file": lambda place: (place / "state.json").unlink(),
+    "missing manifest": lambda place: (place / "manifest.json").unlink(),
+    "garbage manifest": lambda place: (place / "manifest.json").write_text("{]"),
+    "manifest of another kind": lambda place: (place / "manifest.json").write_text("[1]"),
+}
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(kind: str, finished: Path, capsys) -> None:
+    DAMAGES[kind](newest(finished))
+    assert main(["resume", str(finished), "--run.steps=5"]) == 0
+    assert "step-000004 is damaged" in capsys.readouterr().err
+    events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "restored"] == [2]
+
+
+def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(finished: Path, capsys) -> None:
+    flip_a_bit(newest(finished) / "trainer.safetensors")
+    assert main(["resume", str(finished), "--step", "4", "--run.steps=5"]) == 1
+    assert "trainer.safetensors is not what was written" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(finished: Path, capsys) -> None:
+    for place in (finished / "checkpoints").iterdir():
+        flip_a_bit(place / "trainer.safetensors")
+    assert main(["resume", str(finished), "--run.steps=5"]) == 1
+    assert "the run is not started over" in capsys.readouterr().err
+
+
+def test_a_changed_ledger_is_found_and_nothing_is_cut(finished: Path, capsys) -> None:
+    lines = (finished / "metrics.jsonl").read_text().replace('"step": 1', '"step": 7')
+    (finished / "metrics.jsonl").write_text(lines)
+    assert main(["resume", str(finished), "--run.steps=5"]) == 1
+    assert "was changed since the checkpoint" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_text() == lines
+
+
+def test_leftovers_of_a_killed_write_are_cleaned_up(finished: Path) -> None:
+    (finished / "checkpoints" / "step-000006.tmp-1").mkdir()
+    assert main(["resume", str(finished), "--run.steps=5"]) == 0
+    assert not list((finished / "checkpoints").glob("*.tmp-*"))
+
+
+def test_only_as_many_checkpoints_stay_as_are_kept(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run", steps=5)
+    tables["checkpoint"] = {"every": 1, "keep": 2}
+    train(Settings.from_dict(tables))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-000004", "step-000005"]
+
+
+def test_without_checkpoints_in_between_the_end_is_still_committed(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run", steps=3)
+    tables["checkpoint"] = {"every": 0}
+    train(Settings.from_dict(tables))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+    assert find_damage(tmp_path / "run" / "checkpoints" / "step-000003") is None
+
+
+def test_other_data_is_refused(finished: Path, capsys) -> None:
+    changed = ["--data.0.operations=+", "--allow-change", "data.0.operations", "--run.steps=5"]
+    assert main(["resume", str(finished), *changed]) == 2
+    assert "the data is not what this run was trained on" in capsys.readouterr().err
+
+
+def test_the_trained_adapter_folder_holds_two_files_and_nothing_else(finished: Path) -> None:
+    assert sorted(path.name for path in (finished / "final").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]

@@ -1,0 +1,542 @@
+"""The command line as a user meets it: what goes wrong is told in one message, and nothing is written."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from podium import cli
+from podium.lookup import STAGES
+
+SETTINGS = """
+[run]
+folder = "run"
+steps = 1
+prompts_per_step = 2
+rollouts_per_prompt = 2
+[model]
+device = "cpu"
+[rollout]
+max_new_tokens = 24
+[[data]]
+name = "arithmetic"
+max_rows = 8
+[[reward]]
+name = "arithmetic"
+"""
+
+HELD_OUT = """
+[eval]
+[[eval.data]]
+split = "held_out"
+max_rows = 2
+"""
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that spin for each other make a tiny model slower, the more so on a machine with other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with good settings in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.toml").write_text(SETTINGS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step that is done; copy it before changing it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "settings.toml").write_text(SETTINGS + HELD_OUT)
+    assert cli.main(["train", f"{folder}/settings.toml", f"--run.folder={folder}/run", "--quiet"]) == 0
+    return folder / "run"
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, with what is in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def refused(here: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one message of a command that must be refused with exit code 2 and leave everything as it was."""
+    before = snapshot(here)
+    assert cli.main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("podium: ")
+    assert "Traceback" not in err
+    assert snapshot(here) == before
+    return err.removeprefix("podium: ").rstrip("\n")
+
+
+def run_command(*arguments: str, folder: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "podium.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+
+
+BROKEN_SETTINGS = {
+    "unknown section": (
+        SETTINGS + "[training]\nlr = 1\n",
+        r"training is not a setting; valid here: advantage, .*trainer",
+    ),
+    "unknown key": (SETTINGS.replace("steps =", "stepz ="), r"run\.stepz is not a setting; valid here: .*, steps, .*"),
+    "wrong type": (
+        SETTINGS.replace("steps = 1", "steps = 'many'"),
+        r"run\.steps = 'many': input should be a valid integer.*",
+    ),
+    "invalid TOML": ("[run\n", r"broken\.toml is not valid TOML: .*line 1.*"),
+    "group of one": (
+        SETTINGS.replace("rollouts_per_prompt = 2", "rollouts_per_prompt = 1"),
+        r"run\.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more",
+    ),
+    "unknown loss": (
+        SETTINGS + "[loss]\nname = 'gpro'\n",
+        r"loss\.name = 'gpro' is not known; did you mean 'grpo'\? Valid: .*grpo.*",
+    ),
+    "unknown option": (SETTINGS + "[loss]\nclip = 1\n", r"loss\.clip is not an option of grpo; .*Valid: .*clip_low.*"),
+    "no reward": (
+        SETTINGS.replace('[[reward]]\nname = "arithmetic"', ""),
+        r"no reward: add a \[\[reward\]\] table, or .*",
+    ),
+    "reward twice": (
+        SETTINGS + "[[reward]]\nname = 'arithmetic'\n",
+        r"reward: 'arithmetic' is given twice; give each reward one table",
+    ),
+    "eval.every alone": (
+        SETTINGS + "[eval]\nevery = 5\n",
+        r"eval\.every has no effect without .*; add one or remove it",
+    ),
+    "bfloat16 and full weights": (
+        SETTINGS.replace("[model]", "[model]\ndtype = 'bfloat16'\nlora = false"),
+        r"model\.dtype = 'bfloat16' with model\.lora = false: .*; train full weights in float32, or set .*",
+    ),
+    "no data table": (
+        "data = []\n" + SETTINGS.replace("[[data]]", "[pack]").replace('name = "arithmetic"\nmax_rows = 8', ""),
+        r"data: at least one \[\[data\]\] table is needed",
+    ),
+    "unknown model folder": (
+        SETTINGS.replace("[model]", "[model]\nname = './nothing'"),
+        r"model\.name = '\./nothing': no config\.json in that folder; give a folder that transformers can load",
+    ),
+    "no room for a prompt": (
+        SETTINGS.replace("= 24", "= 512"),
+        r"rollout\.max_new_tokens = 512 leaves no room for a prompt in a context of 512",
+    ),
+    "no prompt that fits": (
+        SETTINGS.replace("= 24", "= 500"),
+        r"data: none of the 8 prompts fits: the shortest has 18 tokens and 12 are allowed; raise .* or lower .*",
+    ),
+    "no prompt within the limit": (
+        SETTINGS.replace("max_rows = 8", "max_rows = 8\nmax_prompt_tokens = 17"),
+        r"data: none of the 8 prompts fits: the shortest has 18 tokens and 17 are allowed; raise .*",
+    ),
+    "stop text of two tokens": (
+        SETTINGS.replace("= 24", "= 24\nstop = ['#', 'ab']"),
+        r"rollout\.stop: 'ab' is 2 tokens of this model; give texts of one token each",
+    ),
+    "unknown layers for LoRA": (
+        SETTINGS.replace("[rollout]", "[model.lora]\ntargets = ['no_proj']\n[rollout]"),
+        r"model\.lora\.targets = \['no_proj'\]: .*",
+    ),
+    "held-out file that is not there": (
+        SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'none.jsonl'\n",
+        r"data\.path = 'none\.jsonl': no such file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_SETTINGS.values(), ids=BROKEN_SETTINGS)
+def test_broken_settings_are_told_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (here / "broken.toml").write_text(text)
+    assert re.fullmatch(message, refused(here, capsys, "train", "broken.toml"))
+
+
+BROKEN_ROWS = {
+    "no JSON": (
+        '{"prompt": "a", "answer": "1"}\nnot json\n',
+        r".*has 1 bad rows; mend or remove them:\n  row 2: Expecting value.*",
+    ),
+    "several": (
+        '{"prompt": 1}\n\n{"messages": []}\n',
+        r".*has 2 bad rows; mend or remove them:\n  row 1: .*\n  row 3: .*",
+    ),
+    "empty file": ("\n\n", r"data: the sources hold no rows; give a file or a split that has some"),
+    "unknown reward": (
+        '{"prompt": "a", "reward": "nope"}\n',
+        r"a row names the reward 'nope', which is not known; known: arithmetic, exact",
+    ),
+    "reward that no row uses": (
+        '{"prompt": "a", "reward": "exact"}\n',
+        r"reward 'arithmetic' has no effect: every row names its own reward; remove one or the other",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "message"), BROKEN_ROWS.values(), ids=BROKEN_ROWS)
+def test_broken_data_is_told_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], rows: str, message: str
+) -> None:
+    (here / "rows.jsonl").write_text(rows)
+    (here / "data.toml").write_text(
+        SETTINGS.replace('name = "arithmetic"\nmax_rows', 'name = "jsonl"\npath = "rows.jsonl"\nmax_rows')
+    )
+    assert re.fullmatch(message, refused(here, capsys, "train", "data.toml"))
+
+
+BROKEN_COMMANDS = {
+    "missing settings file": (("train", "none.toml"), "no settings file none.toml"),
+    "a folder for settings": (("train", "."), r"\. is a folder, not a settings file"),
+    "an override without a value": (
+        ("train", "good.toml", "--run.steps"),
+        r"'--run\.steps' is not an override; write --section\.key=value",
+    ),
+    "an override without dashes": (
+        ("train", "good.toml", "run.steps=1"),
+        r"'run\.steps=1' is not an override; write .*",
+    ),
+    "an override without a section": (("train", "good.toml", "--steps=1"), r"'--steps=1' is not an override; write .*"),
+    "an override of an unknown key": (
+        ("train", "good.toml", "--run.step=1"),
+        r"run\.step is not a setting; valid here: .*",
+    ),
+    "a run folder that is a file": (
+        ("train", "good.toml", "--run.folder=good.toml"),
+        r"run\.folder = 'good\.toml' is a file; give a new folder",
+    ),
+    "a run folder below a file": (
+        ("train", "good.toml", "--run.folder=good.toml/run"),
+        r"run\.folder = 'good\.toml/run' cannot be made: Not a directory",
+    ),
+    "resume where nothing is": (("resume", "none"), r"none is not a run folder: it has no settings\.toml"),
+    "resume where no run is": (("resume", "."), r"\. is not a run folder: it has no settings\.toml"),
+    "eval of a model without settings": (("eval", "embedded"), r"embedded is not a run folder; add a settings file .*"),
+    "eval without held-out data": (
+        ("eval", "embedded", "good.toml"),
+        r"nothing to evaluate on: add an \[\[eval\.data\]\] table",
+    ),
+    "an unknown stage": (("list", "losses"), "'losses' is not a stage; stages: data, rollout, .*"),
+    "list with an override": (("list", "loss", "--a.b=1"), r"podium list takes no --a\.b=1"),
+    "check of broken settings": (("check", "good.toml", "--loss.clip=1"), r"loss\.clip is not an option of grpo; .*"),
+    "show of broken settings": (("show", "good.toml", "--loss.clip=1"), r"loss\.clip is not an option of grpo; .*"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BROKEN_COMMANDS.values(), ids=BROKEN_COMMANDS)
+def test_a_broken_command_is_told_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert re.fullmatch(message, refused(here, capsys, *arguments))
+
+
+def test_a_data_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "data.toml").write_text(
+        SETTINGS.replace('"arithmetic"\nmax_rows', '"jsonl"\npath = "none.jsonl"\nmax_rows')
+    )
+    assert refused(here, capsys, "train", "data.toml") == "data.path = 'none.jsonl': no such file"
+
+
+def test_a_finished_run_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path) -> None:
+    shutil.copytree(finished_run, here / "run")
+    message = refused(here, capsys, "train", "good.toml")
+    assert message == (
+        "run.folder = 'run' holds a finished run; give a new folder, or `podium resume` it with more run.steps"
+    )
+
+
+def test_a_run_that_has_begun_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "settings.toml").write_text(SETTINGS)
+    (here / "run" / "status.json").write_text('{"state": "stopped"}')
+    message = refused(here, capsys, "train", "good.toml")
+    assert message == (
+        "run.folder = 'run' holds a run that has begun; go on with it by `podium resume`, or give a new folder"
+    )
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "thesis.txt").write_text("precious")
+    assert refused(here, capsys, "train", "good.toml") == "run.folder = 'run' is not empty; give a new folder"
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "a+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+lock.write("process 7 on elsewhere")
+lock.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run_in_use(here: Path) -> Iterator[Path]:
+    """A run folder whose lock another process holds."""
+    (here / "run").mkdir()
+    (here / "run" / "settings.toml").write_text(SETTINGS)
+    command = [sys.executable, "-c", HOLD, str(here / "run" / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        yield here / "run"
+        holder.stdin.close()
+
+
+def test_a_run_in_use_is_refused(here: Path, capsys: pytest.CaptureFixture[str], run_in_use: Path) -> None:
+    message = refused(here, capsys, "train", "good.toml")
+    assert message == "run.folder = 'run' is in use by another run; wait for it, stop it, or give a new folder"
+    message = refused(here, capsys, "resume", "run")
+    assert message == "run is in use by process 7 on elsewhere; wait for it, stop it, or give another folder"
+
+
+def test_a_setting_that_would_make_it_another_run_cannot_change_on_resume(
+    here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
+) -> None:
+    shutil.copytree(finished_run, here / "run")
+    message = refused(here, capsys, "resume", "run", "--run.steps=2", "--loss.clip_low=0.1")
+    assert message.startswith("loss.clip_low cannot change on resume: the run would no longer be the same one. Free: ")
+    assert message.endswith("to insist, add --allow-change loss.clip_low")
+    assert "is not a setting" in refused(here, capsys, "resume", "run", "--run.steps_more=2")
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was_and_its_lock_free(
+    here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
+) -> None:
+    shutil.copytree(finished_run, here / "run")
+    flags = ["--run.steps=2", "--eval.data.0={}", "--eval.data.name=jsonl", "--eval.data.path=none.jsonl"]
+    del flags[1]
+    message = refused(here, capsys, "resume", "run", *flags)
+    assert message == "x"
+    assert cli.main(["resume", "run", "--run.steps=2", "--quiet"]) == 0
+
+
+def test_a_broken_command_exits_with_2_and_no_traceback(here: Path) -> None:
+    done = run_command("train", "good.toml", "--run.stepz=3", folder=here)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("podium: run.stepz is not a setting; valid here: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in here.iterdir()] == ["good.toml"]
+
+
+def test_a_reward_that_breaks_its_contract_ends_the_run_with_one_message(here: Path) -> None:
+    (here / "mine.py").write_text("def lies(prompt, rollout):\n    return 'high'\n")
+    (here / "lies.toml").write_text(
+        SETTINGS.replace('[[reward]]\nname = "arithmetic"', '[[reward]]\nname = "mine:lies"')
+    )
+    done = run_command("train", "lies.toml", "--quiet", folder=here)
+    assert done.returncode == 1
+    (message,) = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"podium: reward 'mine:lies' on prompt \d \(arithmetic\) returned 'high' of type str; .*", message
+    )
+    assert json.loads((here / "run" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian", "x.toml"], ["train"], ["train", "a.toml", "--json=3"]])
+def test_a_command_that_is_none_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: podium")
+
+
+def test_the_help_comes_within_half_a_second(tmp_path: Path) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = run_command("--help", folder=tmp_path)
+        seconds.append(time.monotonic() - started)
+        assert done.returncode == 0
+        for command in ("train", "resume", "eval", "check", "show", "list"):
+            assert f"\n    {command} " in done.stdout
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("code", ["import podium", "import podium, podium.cli; podium.cli._parser().format_help()"])
+def test_nothing_heavy_is_imported_before_it_is_needed(code: str) -> None:
+    code += "; import sys; print({'torch', 'transformers', 'pydantic', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "podium 0.1.0\n"
+
+
+def test_list_shows_every_stage_with_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == list(STAGES)
+    assert "  jsonl          Data from a JSON Lines file: one object a line." in lines
+    assert "      path = required   the file" in lines
+
+
+def test_list_of_one_stage_shows_its_options_with_defaults_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "loss"]) == 0
+    stage, *lines = capsys.readouterr().out.splitlines()
+    assert stage == "loss"
+    assert "  grpo           GRPO's clipped policy-gradient loss." in lines
+    assert "      clip_low = 0.2   ratios below 1 − clip_low carry no gradient" in lines
+
+
+def test_show_prints_the_settings_resolved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(here)
+    assert cli.main(["show", "good.toml", "--trainer.lr=0.25", "--model.lora=false"]) == 0
+    as_toml = tomllib.loads(capsys.readouterr().out)
+    assert as_toml["trainer"]["lr"] == 0.25
+    assert as_toml["model"]["lora"] is False
+    assert as_toml["loss"]["clip_low"] == 0.2
+    assert cli.main(["show", "good.toml", "--trainer.lr=0.25", "--model.lora=false", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == as_toml
+    assert snapshot(here) == before
+
+
+def test_what_show_prints_is_a_settings_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["show", "good.toml"])
+    shown = capsys.readouterr().out
+    (here / "shown.toml").write_text(shown)
+    cli.main(["show", "shown.toml"])
+    assert capsys.readouterr().out == shown
+
+
+def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(here)
+    assert cli.main(["check", "good.toml"]) == 0
+    out = capsys.readouterr().out
+    for part in ("settings", "data", "reward dry-run", "memory"):
+        assert re.search(rf"^{part}$", out, re.MULTILINE)
+    assert "8 rows, 0 dropped because the prompt is too long" in out
+    assert "prompt tokens: shortest 18, median 18, longest 18" in out
+    assert "row 0 (arithmetic): '<s>What is 10 + 10?\\n' → '20'" in out
+    assert len(re.findall(r"^    reward [\d.]+  advantage [+-][\d.]+  '", out, re.MULTILINE)) == 4  # 2 prompts × 2
+    assert out.endswith("ok: `podium train` would start\n")
+    assert snapshot(here) == before
+
+
+def test_train_with_json_prints_a_json_object_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "eval.toml").write_text(SETTINGS + HELD_OUT)
+    assert cli.main(["train", "eval.toml", "--run.steps=2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert [line["event"] for line in lines] == ["start", "eval", "step", "step", "eval", "finish"]
+    assert [line["step"] for line in lines[1:]] == [0, 1, 2, 2, 2]
+    assert lines[-1]["state"] == "finished"
+    saved = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in saved] == [0, 1, 2, 2]
+    assert lines[2]["reward/mean"] == pytest.approx(saved[1]["reward/mean"], abs=1e-8)
+    assert json.loads((here / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_train_with_quiet_prints_the_summary_only(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "good.toml", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert re.match(r"finished: step 1 of 1 in [\d.]+ s\n", out)
+    assert out.endswith("run folder: run\npage: run/report.html\ntrained model: run/final\n")
+    assert 'mode = "auto"' in (here / "run" / "settings.toml").read_text()  # quiet was for this call only
+
+
+def test_train_without_a_folder_makes_one_below_runs(here: Path) -> None:
+    (here / "free.toml").write_text(SETTINGS.replace('folder = "run"', 'name = "sums"'))
+    assert cli.main(["train", "free.toml", "--quiet"]) == 0
+    (folder,) = (here / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-sums", folder.name)
+    assert (folder / "final" / "adapter_model.safetensors").is_file()
+
+
+def test_the_lock_is_free_once_a_run_has_ended(finished_run: Path) -> None:
+    with (finished_run / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_resume_of_a_finished_run_says_so(here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path) -> None:
+    shutil.copytree(finished_run, here / "run")
+    before = snapshot(here)
+    assert cli.main(["resume", "run"]) == 0
+    assert capsys.readouterr().out == "run is finished; nothing to do. For more: podium resume run --run.steps=N\n"
+    assert snapshot(here) == before
+
+
+def test_resume_with_more_steps_goes_on(here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path) -> None:
+    shutil.copytree(finished_run, here / "run")
+    assert cli.main(["resume", "run", "--run.steps=2", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("finished: step 2 of 2")
+    assert tomllib.loads((here / "run" / "settings.toml").read_text())["run"]["steps"] == 2
+
+
+def test_resume_takes_another_setting_if_one_insists(here: Path, finished_run: Path) -> None:
+    shutil.copytree(finished_run, here / "run")
+    insisting = ["--loss.clip_low=0.1", "--allow-change", "loss.clip_low"]
+    assert cli.main(["resume", "run", "--run.steps=2", "--quiet", *insisting]) == 0
+    assert tomllib.loads((here / "run" / "settings.toml").read_text())["loss"]["clip_low"] == 0.1
+
+
+def metrics_of(out: str) -> dict[str, float]:
+    return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
+
+
+def test_eval_of_a_run_is_its_held_out_accuracy(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(finished_run)
+    assert cli.main(["eval", str(finished_run), "--json"]) == 0
+    as_json: dict[str, Any] = json.loads(capsys.readouterr().out)
+    last = json.loads((finished_run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {name: last[name] for name in as_json} == pytest.approx(as_json, abs=1e-8)
+    assert as_json["eval/prompts"] == 2.0
+    assert cli.main(["eval", str(finished_run)]) == 0
+    assert metrics_of(capsys.readouterr().out) == pytest.approx(as_json, rel=1e-3)
+    assert snapshot(finished_run) == before
+
+
+def test_eval_of_a_model_takes_data_and_rewards_from_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "eval.toml").write_text(SETTINGS + HELD_OUT)
+    before = snapshot(here)
+    assert cli.main(["eval", "embedded", "eval.toml", "--eval.data.max_rows=3"]) == 0
+    metrics = metrics_of(capsys.readouterr().out)
+    assert metrics["eval/prompts"] == 3.0
+    assert 0.0 <= metrics["eval/accuracy"] <= 1.0
+    assert snapshot(here) == before
+
+
+def test_eval_of_a_run_takes_held_out_data_from_the_command_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "good.toml", "--quiet"]) == 0
+    capsys.readouterr()
+    assert cli.main(["eval", "run", "--eval.data.split=held_out", "--eval.data.max_rows=4"]) == 0
+    assert metrics_of(capsys.readouterr().out)["eval/prompts"] == 4.0
+
+
+def test_eval_of_a_run_that_is_not_finished_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "settings.toml").write_text(SETTINGS + HELD_OUT)
+    assert refused(here, capsys, "eval", "run") == (
+        "run has no trained model yet: run/final is written when the run finishes"
+    )

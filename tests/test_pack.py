@@ -1,0 +1,101 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podium.pack import best_fit, pack
+from podium.records import Group, Prompt, Rollout, ids_digest
+
+
+def a_rollout(ids: tuple[int, ...], logprob: float = -0.5) -> Rollout:
+    return Rollout(ids, (logprob,) * len(ids), (1,) * len(ids), "stop", "", 0, 0, 0, 0, ids_digest(ids))
+
+
+def a_group(ordinal: int, prompt: tuple[int, ...], answers: list[tuple[int, ...]], advantages: list[float]) -> Group:
+    return Group(
+        Prompt(ordinal, prompt),
+        tuple(a_rollout(ids) for ids in answers),
+        rewards=(1.0,) * len(answers),
+        advantages=tuple(advantages),
+    )
+
+
+def test_packing_by_hand() -> None:
+    # prompt 7 8, answers (1) and (2 3): documents 7 8 1 | 7 8 2 3
+    [batch] = pack([a_group(0, (7, 8), [(1,), (2, 3)], [1.0, -1.0])], max_tokens_per_batch=100, temperature=0.7)
+    assert batch.token_ids.tolist() == [7, 8, 1, 7, 8, 2, 3]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert batch.document_ids.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 7]
+    assert batch.loss_mask.tolist() == [0, 0, 1, 0, 0, 1, 1]
+    assert batch.advantages.tolist() == [0, 0, 1, 0, 0, -1, -1]
+    assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.5, -0.5]
+    assert (batch.num_loss_tokens, batch.num_rollouts, batch.temperature) == (3, 2, 0.7)
+    assert batch.answer_starts == (2, 2)
+    assert batch.max_document_tokens == 4
+
+
+def test_totals_are_of_the_whole_step_in_every_batch() -> None:
+    batches = pack([a_group(0, (7,), [(1, 2), (3, 4, 5)], [1.0, -1.0])], max_tokens_per_batch=4, temperature=1.0)
+    assert len(batches) == 2
+    assert {(batch.num_loss_tokens, batch.num_rollouts) for batch in batches} == {(5, 2)}
+
+
+def test_a_document_longer_than_the_limit_is_a_batch_of_its_own() -> None:
+    batches = pack([a_group(0, (7,), [(1,) * 9, (2,)], [1.0, -1.0])], max_tokens_per_batch=4, temperature=1.0)
+    assert sorted(len(batch.token_ids) for batch in batches) == [2, 10]
+
+
+def test_a_rollout_without_reward_is_not_trained() -> None:
+    group = a_group(0, (7,), [(1,), (2,), (3,)], [1.0, 0.0, -1.0])
+    group = Group(group.prompt, group.rollouts, rewards=(1.0, None, 0.0), advantages=group.advantages)
+    [batch] = pack([group], max_tokens_per_batch=100, temperature=1.0)
+    assert batch.token_ids.tolist() == [7, 1, 7, 3]
+    assert batch.num_rollouts == 2
+
+
+def test_nothing_to_pack_gives_no_batch() -> None:
+    assert pack([], max_tokens_per_batch=10, temperature=1.0) == []
+
+
+def test_best_fit_fills_the_fullest_bin_that_has_room() -> None:
+    # longest first: 6 opens a bin (4 left), 5 opens one (5 left), 4 fits the first exactly, 3 the second, 2 the second
+    assert best_fit([2, 6, 3, 5, 4], room=10) == [[1, 4], [0, 2, 3]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), max_size=60), room=st.integers(1, 60))
+def test_packing_drops_nothing_and_keeps_to_the_limit(lengths: list[int], room: int) -> None:
+    bins = best_fit(lengths, room)
+    assert sorted(index for bin_ in bins for index in bin_) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in bin_) <= room or len(bin_) == 1 for bin_ in bins)
+
+
+def test_documents_of_a_batch_can_be_taken_out() -> None:
+    [batch] = pack(
+        [a_group(0, (7, 8), [(1,), (2, 3), (4,)], [1.0, 0.5, -1.0])], max_tokens_per_batch=99, temperature=1.0
+    )
+    part = batch.documents(1, 3)
+    assert part.token_ids.tolist() == [7, 8, 2, 3, 7, 8, 4]
+    assert part.document_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert part.cu_seqlens.tolist() == [0, 4, 7]
+    assert (part.num_loss_tokens, part.num_rollouts, part.num_documents) == (4, 3, 2)
+
+
+def test_digests_survive_packing() -> None:
+    [batch] = pack([a_group(0, (7,), [(1, 2), (3,)], [1.0, -1.0])], max_tokens_per_batch=99, temperature=1.0)
+    assert batch.digests == (ids_digest((1, 2)), ids_digest((3,)))
+    assert ids_digest((1, 2)) != ids_digest((2, 1))
+    assert torch.is_tensor(batch.token_ids)
+
+
+@pytest.mark.parametrize("limit", [5, 9, 30, 1000])
+def test_every_document_is_whole_whatever_the_limit(limit: int) -> None:
+    groups = [a_group(i, (7,) * (i + 1), [(1,) * (j + 1) for j in range(4)], [1.0] * 4) for i in range(3)]
+    batches = pack(groups, max_tokens_per_batch=limit, temperature=1.0)
+    found = sorted(
+        int(end - start)
+        for batch in batches
+        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+    )
+    assert found == sorted(i + 1 + j + 1 for i in range(3) for j in range(4))
