@@ -137,8 +137,11 @@ def test_a_window_trains_its_steps_by_ordinal_and_syncs_once() -> None:
 
 
 def test_sync_every_zero_pushes_only_before_the_first_step() -> None:
-    _, log = run(Plan(steps=3, prompts_per_step=1, rollouts_per_prompt=2, sync_every=0))
-    assert [entry for entry in log if entry[0] == "push"] == [("push", 0)]
+    """Also after a resume: the first weights go to the engine before the trained ones are restored."""
+    for start in (0, 2):
+        _, log = run(Plan(steps=3, prompts_per_step=1, rollouts_per_prompt=2, sync_every=0), start=start)
+        assert [entry for entry in log if entry[0] == "push"] == [("push", 0)]
+        assert log[:2] == [("push", 0), ("start", start)]
 
 
 def test_a_step_without_an_update_keeps_the_policy_version() -> None:

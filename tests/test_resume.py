@@ -119,7 +119,7 @@ def test_every_sampled_rollout_stands_in_the_ledger_once(tmp_path: Path) -> None
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_commits_and_the_run_goes_on_bit_for_bit(number: int, code: int, tmp_path: Path) -> None:
     settings = write_settings(tmp_path / "broken", {}, steps=200)
-    process = subprocess.Popen([sys.executable, "-m", "podium.cli", "train", str(settings)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "podium.cli", "train", str(settings)], stdout=subprocess.DEVNULL)
     wait_for(lambda: (tmp_path / "broken" / "rollouts" / "step-000001.jsonl").exists())
     process.send_signal(number)
     assert process.wait(timeout=30) == code

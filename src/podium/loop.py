@@ -19,9 +19,12 @@ from podium.stages import Stages
 
 async def train(stages: Stages, plan: Plan) -> RunState:
     """Trains until the plan's steps are done, the data ends or a signal asks to stop."""
+    if plan.sync_every == 0:
+        await stages.sync.push(0)  # before any restore: the engine keeps the weights that the run began with
     state = await stages.checkpoint.restore_or_start()
     await stages.report.start(state)
-    await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
+    if plan.sync_every:
+        await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
     if state.step == 0:
         await stages.evaluation.run_if_due(state)
 

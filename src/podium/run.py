@@ -59,8 +59,11 @@ def resume(
 ) -> Summary:
     """Goes on from the newest checkpoint, or that of `step`; `settings` are the run's own, perhaps with more steps."""
     folder.lock()
-    with StopSignal() as stop:
-        return _run(settings, folder, _wire(settings, folder, stop, step, console_mode), stop)
+    try:
+        with StopSignal() as stop:
+            return _run(settings, folder, _wire(settings, folder, stop, step, console_mode), stop)
+    finally:
+        folder.unlock()
 
 
 def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float]:

@@ -205,24 +205,29 @@ def test_a_group_is_scored_while_later_ones_are_still_being_written() -> None:
 
 def test_groups_are_scored_beside_each_other_and_leave_in_the_order_of_arrival() -> None:
     async def run() -> tuple[list[int], list[int]]:
-        second_is_done, finished = asyncio.Event(), []
+        second_is_scored, third_arrives, finished = asyncio.Event(), asyncio.Event(), []
 
         async def reward(prompt: Any, rollout: Any) -> float:
             if prompt.ordinal == 0:
-                await asyncio.wait_for(second_is_done.wait(), 5)  # in turn, this would wait for ever
+                await asyncio.wait_for(third_arrives.wait(), 5)  # scored in turn, this would wait for ever
             finished.append(prompt.ordinal)
-            second_is_done.set()
+            if prompt.ordinal == 1:
+                second_is_scored.set()
             return 1.0
 
         async def arriving() -> AsyncIterator[Group]:
-            for ordinal in range(2):
-                yield unscored(ordinal, ("a",))
+            yield unscored(0, ("a",))
+            yield unscored(1, ("a",))
+            await second_is_scored.wait()
+            third_arrives.set()
+            yield unscored(2, ("a",))
 
-        scoring = make_scoring(reward, prompts_per_step=2)
-        left = [group.prompt.ordinal async for group in scoring.score_each(arriving())]
+        left = [group.prompt.ordinal async for group in make_scoring(reward).score_each(arriving())]
         return finished, left
 
-    assert asyncio.run(run()) == ([1, 0], [0, 1])
+    finished, left = asyncio.run(run())
+    assert finished[0] == 1
+    assert left == [0, 1, 2]
 
 
 def test_a_row_is_scored_by_the_rewards_that_it_names() -> None:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import InputError
 from podium.model import attention
+from podium.model.random_state import seed_all
 from podium.model.smollm2 import smollm2_folder
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
@@ -56,7 +57,7 @@ class Policy:
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:
     """`settings` is the `[model]` section; `weights` a folder with trained weights or an adapter to start from."""
     transformers_logging.disable_progress_bar()
-    torch.manual_seed(seed)
+    seed_all(seed)
     device = _device(settings.device)
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     source = weights if weights is not None and not is_adapter else model_folder(settings.name)
@@ -65,6 +66,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     peft = None
     if is_adapter or settings.lora is not False:
         peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
+    model.eval()  # the adapter's dropout too: only the trainer's own step switches it on
     return Policy(
         model=model,
         twin=twin,

@@ -11,6 +11,13 @@ import numpy as np
 import torch
 
 
+def seed_all(seed: int) -> None:
+    """Every global state from one seed, so that nothing is left over from before the run."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, torch.Tensor]:
     version, words, gauss = random.getstate()
     assert version == 3

@@ -1,0 +1,29 @@
+"""What `make demo` promises: held-out accuracy from below 0.6 to at least 0.97, in at most 60 s, both ways."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "arithmetic"
+
+
+def test_make_demo_trains_the_example() -> None:
+    done = subprocess.run(["make", "-n", "-B", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    assert "podium train examples/arithmetic/settings.toml" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["settings.toml", "full.toml"])
+def test_the_demo_learns(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "podium.cli", "train", str(EXAMPLES / name), f"--run.folder={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["accuracy_before"] < 0.6
+    assert summary["accuracy_after"] >= 0.97
+    assert summary["seconds"] <= 60
+    assert Path(summary["page"]).is_file()
+    assert Path(summary["model"]).is_dir()
