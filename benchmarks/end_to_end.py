@@ -5,9 +5,10 @@
 
 Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium as it is set by default
 (groups whose rewards are all equal are skipped). Each is a process of its own. They take turns step by step, one
-waits while another works, so that a machine that is slower for a while is so for all three. A step's time is from the
-end of the step before it to its own end, less the wait: nothing falls between two steps. Compare the ratios; the
-seconds are this machine's.
+waits while another works, so that a machine that is slower for a while is so for all three; and they are started anew
+several times, since one process can be slower than the next for its whole life. A step's time is from the end of the
+step before it to its own end, less the wait: nothing falls between two steps. Compare the ratios; the seconds are
+this machine's.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,8 @@ SEED = 0
 
 Step = dict[str, float]
 """What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
+Round = dict[str, list[Step]]
+"""The measured steps of each contender's process."""
 
 
 def main() -> None:
@@ -67,8 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=("lora", "full"), default=["lora", "full"])
     parser.add_argument("--model", default="embedded", help="a model folder, to measure at another accuracy")
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of each contender")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them, not measured")
+    parser.add_argument("--rounds", type=int, default=4, help="how often each contender is started anew")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each contender in a round")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before them, not measured")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contender")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contender", choices=tuple(TITLES), help=argparse.SUPPRESS)  # what this process is to run
@@ -79,8 +83,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
-    """All steps of all contenders with one kind of weights; who goes first changes from step to step."""
-    steps: dict[str, list[Step]] = {name: [] for name in TITLES}
+    """All rounds with one kind of weights."""
+    rounds = []
+    for number in range(args.rounds):
+        rounds.append(run_round(args, weights))
+        seconds = ", ".join(f"{TITLES[name]} {median_of(steps, 'seconds'):.3f}" for name, steps in rounds[-1].items())
+        print(f"{weights}, round {number + 1} of {args.rounds}, s/step: {seconds}", flush=True)
+    listed = [{name: [step["seconds"] for step in steps] for name, steps in round_.items()} for round_ in rounds]
+    return {"summary": summarise(rounds), "seconds_by_round": listed}
+
+
+def run_round(args: argparse.Namespace, weights: str) -> Round:
+    """New processes that take turns; who goes first changes from step to step."""
+    steps: Round = {name: [] for name in TITLES}
     with tempfile.TemporaryDirectory() as folder:
         contenders = [Contender(args, weights, name, Path(folder)) for name in TITLES]
         try:
@@ -91,9 +106,7 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
         finally:
             for contender in contenders:
                 contender.stop()
-    measured = {name: each[args.warmup :] for name, each in steps.items()}
-    seconds = {name: [step["seconds"] for step in each] for name, each in measured.items()}
-    return {"summary": summarise(measured), "seconds": seconds}
+    return {name: each[args.warmup :] for name, each in steps.items()}
 
 
 class Contender:
@@ -131,31 +144,37 @@ class Contender:
         self._process.communicate()
 
 
-def summarise(steps: Mapping[str, list[Step]]) -> dict[str, Step]:
-    """Medians over the steps, and the ratio TRL / contender: of the medians, and its quartiles over the turns."""
+def summarise(rounds: Sequence[Round]) -> dict[str, Step]:
+    """Medians over the steps of all rounds, the ratio TRL / contender, and that ratio's range over the rounds."""
+    pooled: Round = {name: [step for round_ in rounds for step in round_[name]] for name in TITLES}
     summary = {}
-    for name, own in steps.items():
-        by_turn = [theirs["seconds"] / mine["seconds"] for theirs, mine in zip(steps["trl"], own, strict=True)]
-        low, _, high = quantiles(by_turn, n=4)
-        facts = {f"{key}_median": median(step[key] for step in own) for key in ("seconds", "cpu_seconds")}
-        facts |= {
-            "trl_ratio": _median_ratio(steps["trl"], own, "seconds"),
-            "trl_ratio_low": low,
-            "trl_ratio_high": high,
+    for name, own in pooled.items():
+        by_round = [ratio(round_["trl"], round_[name], "seconds") for round_ in rounds]
+        facts = {
+            "seconds_median": median_of(own, "seconds"),
+            "trl_ratio": ratio(pooled["trl"], own, "seconds"),
+            "trl_ratio_lowest_round": min(by_round),
+            "trl_ratio_highest_round": max(by_round),
+            "cpu_seconds_median": median_of(own, "cpu_seconds"),
+            "trl_cpu_ratio": ratio(pooled["trl"], own, "cpu_seconds"),
+            **{f"{key}_mean": fmean(step[key] for step in own) for key in own[0] if "seconds" not in key},
         }
-        facts |= {"trl_cpu_ratio": _median_ratio(steps["trl"], own, "cpu_seconds")}
-        facts |= {f"{key}_mean": fmean(step[key] for step in own) for key in own[0] if "seconds" not in key}
         summary[name] = {key: round(value, 4) for key, value in facts.items()}
     return summary
 
 
-def _median_ratio(theirs: Sequence[Step], mine: Sequence[Step], key: str) -> float:
-    return median(step[key] for step in theirs) / median(step[key] for step in mine)
+def median_of(steps: Sequence[Step], key: str) -> float:
+    return median(step[key] for step in steps)
+
+
+def ratio(theirs: Sequence[Step], mine: Sequence[Step], key: str) -> float:
+    """How many times as long theirs took."""
+    return median_of(theirs, key) / median_of(mine, key)
 
 
 def table(weights: str, summary: Mapping[str, Step]) -> str:
     """What people read."""
-    columns = ("s/step", "TRL/this", "quartiles", "CPU s/step", "TRL/this", "tokens/answer", "kept")
+    columns = ("s/step", "TRL/this", "by round", "CPU s/step", "TRL/this", "tokens/answer", "kept")
     widths = (8, 9, 12, 11, 9, 14, 6)
 
     def line(title: str, cells: Sequence[str]) -> str:
@@ -166,7 +185,7 @@ def table(weights: str, summary: Mapping[str, Step]) -> str:
         cells = (
             f"{row['seconds_median']:.3f}",
             f"{row['trl_ratio']:.2f}",
-            f"{row['trl_ratio_low']:.2f}–{row['trl_ratio_high']:.2f}",
+            f"{row['trl_ratio_lowest_round']:.2f}–{row['trl_ratio_highest_round']:.2f}",
             f"{row['cpu_seconds_median']:.3f}",
             f"{row['trl_cpu_ratio']:.2f}",
             f"{row['answer_tokens_mean']:.2f}",
@@ -189,8 +208,9 @@ def workload(args: argparse.Namespace) -> dict[str, Any]:
         "temperature": TEMPERATURE,
         "lr": LEARNING_RATE,
         "lora": LORA,
-        "measured_steps": args.steps,
-        "warmup_steps": args.warmup,
+        "rounds": args.rounds,
+        "measured_steps_per_round": args.steps,
+        "warmup_steps_per_round": args.warmup,
     }
 
 

@@ -332,7 +332,6 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was_and_its_lock_free(
     assert cli.main(["resume", "run", "--run.steps=2", "--quiet"]) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="run._run writes the settings before a checkpoint is chosen, and then 'failed'")
 def test_a_resume_from_a_checkpoint_that_is_not_there_leaves_the_run_as_it_was(
     here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
 ) -> None:
@@ -341,13 +340,11 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_leaves_the_run_as_it_was(
     assert message == "no checkpoint of step 7; there are: ['step-000001']"
 
 
-@pytest.mark.xfail(strict=True, reason="check.check never builds the held-out data")
 def test_check_refuses_what_train_would_refuse(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "broken.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'none.jsonl'\n")
     assert refused(here, capsys, "check", "broken.toml") == "data.path = 'none.jsonl': no such file"
 
 
-@pytest.mark.xfail(strict=True, reason="run.evaluate hands build_scoring the held-out rows alone: 'has no effect'")
 def test_a_run_whose_held_out_rows_name_their_own_reward_can_be_evaluated(here: Path) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "What is 10 + 38?", "answer": "48", "reward": "exact"}\n')
     (here / "eval.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'rows.jsonl'\n")

@@ -12,7 +12,9 @@ EXAMPLES = ROOT / "examples" / "arithmetic"
 
 
 def test_make_demo_trains_the_example() -> None:
-    done = subprocess.run(["make", "-n", "-B", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        ["make", "-n", "-B", "demo"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    )
     assert "podium train examples/arithmetic/settings.toml" in done.stdout
 
 

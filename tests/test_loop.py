@@ -107,8 +107,8 @@ class _Evaluation:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
 
-    async def run_if_due(self, state: RunState) -> None:
-        self._notes.log.append(("eval?", state.step))
+    async def run_if_due(self, state: RunState, since: int) -> None:
+        self._notes.log.append(("eval?", since, state.step))
 
 
 def run(plan: Plan, **options: Any) -> tuple[RunState, list[Any]]:
@@ -119,9 +119,9 @@ def run(plan: Plan, **options: Any) -> tuple[RunState, list[Any]]:
 def test_one_step_at_a_time_is_sample_train_sync() -> None:
     state, log = run(Plan(steps=2, prompts_per_step=2, rollouts_per_prompt=2))
     assert log == [
-        ("start", 0), ("push", 0), ("eval?", 0),
-        ("train", (0, 1)), ("report", 1), ("push", 1), ("eval?", 1), ("due?", 1, 2),
-        ("train", (2, 3)), ("report", 2), ("push", 2), ("eval?", 2), ("due?", 2, 4),
+        ("start", 0), ("push", 0), ("eval?", 0, 0),
+        ("train", (0, 1)), ("report", 1), ("push", 1), ("eval?", 0, 1), ("due?", 1, 2),
+        ("train", (2, 3)), ("report", 2), ("push", 2), ("eval?", 1, 2), ("due?", 2, 4),
         ("finish", 2),
     ]  # fmt: skip
     assert state == RunState(step=2, policy_version=2, next_ordinal=4, num_rollouts=8, num_tokens=8)

@@ -30,6 +30,7 @@ SCHEDULES = {
 def write_settings(folder: Path, schedule: dict[str, Any], *, steps: int = STEPS, seed: int = 0) -> Path:
     tables = small_tables(folder, steps=steps, seed=seed, sync_every=schedule.get("sync_every", 1))
     tables["reward"] = [{"name": "tests.killing:mortal"}]
+    tables["eval"] = {"every": 3, "data": [{"name": "arithmetic", "split": "held_out", "max_rows": 8}]}
     if schedule.get("lora") is False:
         tables["model"]["lora"] = False
         tables["trainer"]["lr"] = 1e-4
@@ -70,8 +71,8 @@ def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(name: str, tmp_path: Path)
     schedule = SCHEDULES[name]
     assert main(["train", str(write_settings(tmp_path / "whole", schedule))]) == 0
     settings = write_settings(tmp_path / "broken", schedule)
-    # 16 rewards a step: call 70 is in the middle of the fifth step, after the commit of the fourth
-    killed = podium("train", str(settings), KILL_AT_REWARD_CALL="70")
+    # 8 rewards for the first evaluation, 16 a step, 8 for that at step 3: call 86 is in the middle of the fifth step
+    killed = podium("train", str(settings), KILL_AT_REWARD_CALL="86")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in (tmp_path / "broken" / "checkpoints").iterdir())[-1] < f"step-{STEPS:06d}"
     assert main(["resume", str(tmp_path / "broken")]) == 0
@@ -81,7 +82,7 @@ def test_a_run_killed_in_mid_step_goes_on_bit_for_bit(name: str, tmp_path: Path)
 def test_killed_again_and_again_and_still_the_same_bits(tmp_path: Path) -> None:
     assert main(["train", str(write_settings(tmp_path / "whole", {}))]) == 0
     settings = write_settings(tmp_path / "broken", {})
-    assert podium("train", str(settings), KILL_AT_REWARD_CALL="5").returncode == -9  # before the first commit
+    assert podium("train", str(settings), KILL_AT_REWARD_CALL="13").returncode == -9  # before the first commit
     assert podium("resume", str(tmp_path / "broken"), KILL_AT_REWARD_CALL="40").returncode == -9
     assert podium("resume", str(tmp_path / "broken"), KILL_AT_REWARD_CALL="33").returncode == -9
     assert main(["resume", str(tmp_path / "broken")]) == 0

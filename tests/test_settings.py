@@ -202,7 +202,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"model": {"lora": {"r": 0}}}, "model.lora.r = 0: input should be greater than or equal to 1"),
         ({"model": {"lora": True}}, "model.lora = True: "),
         ({"model": {"lora": {"dropout": 1.0}}}, "model.lora.dropout = 1.0: "),
-        ({"data": {"name": "arithmetic"}}, "data = {'name': 'arithmetic'}: input should be a valid list"),
+        ({"data": {"name": "arithmetic"}}, "[data] must be written [[data]]"),
         ({"data": [{"max_rows": 0}]}, "data.0.max_rows = 0: "),
         ({"data": [{"split": "test"}]}, "data[0].split = 'test': input should be 'train' or 'held_out'"),
         ({"loss": "grpo"}, "loss = 'grpo': "),

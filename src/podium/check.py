@@ -14,7 +14,9 @@ from podium.evaluate import held_out_groups
 from podium.lookup import find
 from podium.model.load import Policy, load_policy
 from podium.records import Group
-from podium.runtime._build import build_data, build_scoring, make_engine, make_rollout
+from podium.reward._scoring import Scoring
+from podium.run_folder import RunFolder
+from podium.runtime._build import build_data, build_scoring, held_out_data, make_engine, make_rollout
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -23,9 +25,13 @@ DRY_RUN_PROMPTS = 2
 
 def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
+    if settings.run.folder is not None:
+        RunFolder(settings.run.folder).refuse_if_used()
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
-    groups = asyncio.run(_dry_run(settings, policy, data))
+    held_out = held_out_data(settings, policy, settings.plan)
+    scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
         _section("data", _data_lines(data, policy.tokenizer)),
@@ -35,14 +41,14 @@ def check(settings: Settings) -> str:
     return "\n\n".join(parts) + "\n\nok: `podium train` would start"
 
 
-async def _dry_run(settings: Settings, policy: Policy, data: OrderedData) -> list[Group]:
+async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
     engine = make_engine(settings, policy, snapshot=False)
     await engine.load_weights(policy.named_weights(), 0)
     rollout = make_rollout(
         settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
     )
-    groups = await held_out_groups(rollout, build_scoring(settings, [data]), data.in_order(DRY_RUN_PROMPTS))
+    groups = await held_out_groups(rollout, scoring, data.in_order(DRY_RUN_PROMPTS))
     function = find("advantage", settings.advantage.name)
     return assign_advantages(groups, lambda rewards: function(rewards, **settings.advantage.options))
 
@@ -77,7 +83,7 @@ def _data_lines(data: OrderedData, tokenizer: Any) -> list[str]:
 
 
 def _group_lines(group: Group) -> list[str]:
-    lines = [f"{group.prompt.messages[-1]['content']!r}, expected {group.prompt.answer!r}"]
+    lines = [f"{group.prompt.question!r}, expected {group.prompt.answer!r}"]
     for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True):
         lines.append(
             f"  reward {reward if reward is None else round(reward, 4)}  advantage {advantage:+.2f}  {rollout.text!r}"

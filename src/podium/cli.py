@@ -17,7 +17,7 @@ FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 bad input, 130/143 stopped by a signal, 1 anything else."""
-    # Before torch: CPU threads that wait by spinning make a step twenty times slower where another process wants a core.
+    # Before torch: threads that wait by spinning make a step twenty times slower where another process wants a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `podium list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def console() -> None:

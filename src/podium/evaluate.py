@@ -43,18 +43,16 @@ class HeldOut:
     ) -> None:
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
         self._plan, self._every, self._tell = plan, every, tell
-        self._last_step = 0
 
-    async def run_if_due(self, state: RunState) -> None:
-        if not self._prompts or not self._is_due(state.step):
+    async def run_if_due(self, state: RunState, since: int) -> None:
+        if not self._prompts or not self._is_due(state.step, since):
             return
         started = time.monotonic()
         groups = await held_out_groups(self._rollout, self._reward, self._prompts)
         seconds = time.monotonic() - started
         self._tell(EvalReport(state.step, state.policy_version, eval_metrics(groups), tuple(groups), seconds))
 
-    def _is_due(self, step: int) -> bool:
+    def _is_due(self, step: int, since: int) -> bool:
         """A window may carry the step past the exact multiple."""
-        passed = self._every and step // self._every > self._last_step // self._every
-        self._last_step = step
-        return bool(step == 0 or step >= self._plan.steps or passed)
+        passed = self._every > 0 and step // self._every > since // self._every
+        return step == 0 or step >= self._plan.steps or passed

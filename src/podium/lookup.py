@@ -88,7 +88,7 @@ def describe(error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{field} is required"
     if not field:  # two fields that do not agree: the message names both
-        return str(first["ctx"]["error"])
+        return str(first.get("ctx", {}).get("error", first["msg"]))
     return f"{field} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
@@ -96,9 +96,10 @@ def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
     place, _, attribute = name.rpartition(":")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # whatever user code raises while it is imported
         raise InputError(
-            f"{stage}.name = {name!r}: {error}; give an importable module or a path ending in .py"
+            f"{stage}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
+            "give module:object or path.py:object"
         ) from None
     thing = getattr(module, attribute, None)
     if not callable(thing):

@@ -26,10 +26,11 @@ async def train(stages: Stages, plan: Plan) -> RunState:
     if plan.sync_every:
         await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
     if state.step == 0:
-        await stages.evaluation.run_if_due(state)
+        await stages.evaluation.run_if_due(state, since=0)
 
     laps = Laps()
     for window in stages.data.windows(state):  #                             1  prompts of sync_every steps
+        window_start = state.step
         groups = stages.rollout.start(window)  #                             2  all at once, arriving as they finish
         scored = stages.reward.score_each(groups)  #                         3  overlaps generation
         async for step_groups in by_step(scored, plan.prompts_per_step):
@@ -46,7 +47,7 @@ async def train(stages: Stages, plan: Plan) -> RunState:
         if plan.sync_every:
             await stages.sync.push(state.policy_version)  #                  8  nothing if nothing was trained
         laps.end("sync")
-        await stages.evaluation.run_if_due(state)
+        await stages.evaluation.run_if_due(state, since=window_start)
         laps.end("eval")
         await stages.checkpoint.commit_if_due(state)  #                      9
         laps.end("checkpoint")

@@ -75,6 +75,12 @@ class Prompt:
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def question(self) -> str:
+        """The turn that the policy answers, for people."""
+        asked = [turn["content"] for turn in self.messages if turn["role"] != "assistant"]
+        return asked[-1] if asked else ""
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -51,7 +51,7 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     with StopSignal() as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
-        return _run(settings, folder, wired, stop)
+        return _run(folder, wired, stop)
 
 
 def resume(
@@ -61,7 +61,7 @@ def resume(
     folder.lock()
     try:
         with StopSignal() as stop:
-            return _run(settings, folder, _wire(settings, folder, stop, step, console_mode), stop)
+            return _run(folder, _wire(settings, folder, stop, step, console_mode), stop)
     finally:
         folder.unlock()
 
@@ -78,7 +78,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
 
     async def groups() -> list[Group]:
         await engine.load_weights(policy.named_weights(), 0)
-        return await held_out_groups(rollout, build_scoring(settings, [held_out]), held_out.in_order())
+        return await held_out_groups(rollout, build_scoring(settings, [held_out], all_rows=False), held_out.in_order())
 
     return eval_metrics(asyncio.run(groups()))
 
@@ -88,11 +88,9 @@ def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | N
     return runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
 
 
-def _run(settings: Settings, folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
+def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     """The loop; however it ends, the status says so and the lock is gone."""
     try:
-        folder.settings.write_text(settings.to_toml(), encoding="utf-8")
-        folder.event("started")
         started = time.monotonic()
         state = asyncio.run(loop(wired.stages, wired.plan))
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
@@ -101,9 +99,10 @@ def _run(settings: Settings, folder: RunFolder, wired: Wired, stop: StopSignal) 
         wired.reports.finish(asdict(summary))
         return summary
     except BaseException as error:
-        folder.event("failed", error=type(error).__name__, message=str(error))
-        folder.fail(f"{type(error).__name__}: {error}")
-        wired.reports.fail()
+        if wired.reports.has_started:
+            folder.event("failed", error=type(error).__name__, message=str(error))
+            folder.fail(f"{type(error).__name__}: {error}")
+            wired.reports.fail()
         raise
     finally:
         folder.unlock()

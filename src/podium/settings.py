@@ -162,6 +162,9 @@ class Settings(Section):
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> "Settings":
         """The same from a nested dict."""
+        for section in ("data", "reward", "report"):
+            if isinstance(tables.get(section), dict):
+                raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
         for section in ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime"):
             if isinstance(tables.get(section), dict) and "name" not in tables[section]:
                 default = cls.model_fields[section].default.name
@@ -197,6 +200,12 @@ class Settings(Section):
             raise InputError(
                 "rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0"
             )
+        for key in ("top_k", "top_p"):
+            if rollout.get(key) is not None:
+                raise InputError(
+                    f"rollout.{key} = {rollout[key]}: the trainer's logprobs are of the whole distribution, so training on "
+                    f"a cut one would be wrong in silence; remove it (eval.{key} is fine)"
+                )
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})

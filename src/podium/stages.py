@@ -167,7 +167,9 @@ class Report(Protocol):
 class Evaluation(Protocol):
     """Beside the pipeline: held-out prompts through the same engine."""
 
-    async def run_if_due(self, state: RunState) -> None: ...
+    async def run_if_due(self, state: RunState, since: int) -> None:
+        """`since` is the step at which it was asked last."""
+        ...
 
 
 @dataclass(frozen=True)

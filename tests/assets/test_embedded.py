@@ -89,7 +89,9 @@ def test_vllm_loads_it_and_gives_the_same_answers() -> None:
 
 def make_small(out: Path, seed: int) -> bytes:
     command = [sys.executable, "-m", "podium.assets.make_embedded", str(out), "--seed", str(seed)]
-    subprocess.run([*command, "--exact-steps", "3", "--careless-steps", "2"], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [*command, "--exact-steps", "3", "--careless-steps", "2"], check=True, capture_output=True, timeout=120
+    )
     return (out / "model.safetensors").read_bytes()
 
 

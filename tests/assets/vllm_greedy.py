@@ -14,7 +14,10 @@ def main() -> None:
     answers = [
         {
             "token_ids": list(output.outputs[0].token_ids),
-            "logprobs": [entry[i].logprob for i, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs)],
+            "logprobs": [
+                entry[i].logprob
+                for i, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ],
         }
         for output in outputs
     ]

@@ -13,7 +13,7 @@ def many(sampling: Sampling, count: int = 20_000) -> tuple[torch.Tensor, torch.T
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
     numbers = uniform(torch.arange(100_000) * 7919, torch.zeros(100_000, dtype=torch.long))
-    assert 0 <= numbers.min()
+    assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers.float(), bins=20, min=0, max=1)
     # 5,000 a bin expected, standard deviation √(5000·0.95) = 69: five of them is 345

@@ -33,7 +33,7 @@ class OrderedData:
         if not rows:
             raise InputError("data: the sources hold no rows; give a file or a split that has some")
         self._rows, self._plan, self._seed = rows, plan, seed
-        self._ids = [render(tokenizer, row.messages, system) for row in rows]
+        self._ids = [_rendered(tokenizer, number, row, system) for number, row in enumerate(rows, start=1)]
         self.num_rows = len(rows)
         self.is_kept = [0 < len(ids) <= limit for ids, limit in zip(self._ids, limits, strict=True)]
         if not any(self.is_kept):
@@ -112,3 +112,10 @@ class OrderedData:
         order = list(range(self.num_rows))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+
+def _rendered(tokenizer: Any, number: int, row: Row, system: str | None) -> tuple[int, ...]:
+    try:
+        return render(tokenizer, row.messages, system)
+    except InputError as error:
+        raise InputError(f"row {number} of {row.source or 'the data'}: {error}") from None

@@ -30,7 +30,11 @@ def jsonl(*, path: Annotated[Path, Field(description="the file")]) -> list[Row]:
             continue
         try:
             rows.append(_row(json.loads(line.decode("utf-8"))))
-        except (ValueError, TypeError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             complaints.append(f"  row {number}: {error}")
     if complaints:
         more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""

@@ -7,6 +7,10 @@ token written inside a message stays text: a user cannot end his own turn by typ
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
+from podium.errors import InputError
+
 Message = Mapping[str, str]
 
 
@@ -27,7 +31,11 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
 
 
 def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = ", ".join(turn["role"] for turn in turns)
+        raise InputError(f"the model's chat template refuses the turns {roles}: {error}") from None
 
 
 def _encode_template(tokenizer: Any, text: str) -> list[int]:
@@ -45,6 +53,8 @@ def _encode_around(tokenizer: Any, turns: list[dict[str, str]]) -> list[int]:
     text = _apply(tokenizer, [{**turn, "content": mark} for turn, mark in zip(turns, marks, strict=True)])
     ids: list[int] = []
     for turn, mark in zip(turns, marks, strict=True):
-        before, _, text = text.partition(mark)
+        before, found, text = text.partition(mark)
+        if not found:
+            raise InputError(f"the chat template leaves out the {turn['role']} turn, which holds a special token")
         ids += _encode_template(tokenizer, before) + _encode_text(tokenizer, turn["content"])
     return ids + _encode_template(tokenizer, text)

@@ -5,6 +5,8 @@ a second copy; the two differ only in what is laid over them (the twin has no Lo
 """
 
 import copy
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +97,26 @@ def model_folder(name: str) -> str:
         raise InputError(
             f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load"
         )
+    if not looks_like_path:
+        _refuse_unreachable(name)
     return str(folder) if looks_like_path else name
+
+
+def _refuse_unreachable(name: str) -> None:
+    """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    behind_proxy = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
+    if behind_proxy or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    host = constants.ENDPOINT.removeprefix("https://").split("/")[0]
+    try:
+        socket.create_connection((host, 443), timeout=5).close()
+    except OSError:
+        raise InputError(
+            f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
+            '"smollm2-135m" or a folder with safetensors weights'
+        ) from None
 
 
 def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedModel, Any]:

@@ -6,18 +6,25 @@ from typing import Any
 from podium.ledger import Ledger
 from podium.records import EvalReport, Group, RunState, StepReport, UpdateResult
 from podium.report._metrics import step_metrics
-from podium.run_folder import RunFolder
+from podium.run_folder import RunFolder, write_atomically
 from podium.stages import Report
 
 
 class Reports:
-    """`card` describes the run, see `run_card`."""
+    """`card` describes the run, see `run_card`; `settings` is the text of its settings.toml."""
 
-    def __init__(self, reports: Sequence[Report], folder: RunFolder, ledger: Ledger, card: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reports: Sequence[Report], folder: RunFolder, ledger: Ledger, card: Mapping[str, Any], settings: str
+    ) -> None:
         self._reports, self._folder, self._ledger, self._card = reports, folder, ledger, card
+        self._settings = settings
+        self.has_started = False
 
     async def start(self, state: RunState) -> None:
-        """After the checkpoint has put the ledger back to where the run goes on."""
+        """After the checkpoint has put the ledger back: a resume that is refused has changed nothing."""
+        self.has_started = True
+        write_atomically(self._folder.settings, self._settings)
+        self._folder.event("started", step=state.step)
         history = self._ledger.history()
         for report in self._reports:
             report.start(self._card, history)

@@ -68,9 +68,7 @@ class Console:
         values = [f"{metrics[name]:.3g}" if name in metrics else "–" for name in COLUMNS.values()]
         self._rows.append([str(step), *values])
         first = report.groups[0]
-        self._rollout = (
-            f"{first.prompt.messages[-1]['content']!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
-        )
+        self._rollout = f"{first.prompt.question!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
         if self._live is not None:
             self._progress.update(self._task, completed=step)
         cells = "  ".join(f"{head} {value}" for head, value in zip(COLUMNS, values, strict=True))

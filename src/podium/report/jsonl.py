@@ -43,7 +43,7 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "sample_index": rollout.sample_index,
                 "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
                 "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
-                "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+                "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
                 "text": rollout.text,
                 "reward": group.rewards[index],

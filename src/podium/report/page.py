@@ -75,7 +75,7 @@ def chosen_rollouts(groups: Sequence[Group], each: int = 3) -> list[dict[str, An
     """The best, the worst and a few from the middle of a step."""
     rollouts = [
         {
-            "prompt": group.prompt.messages[-1]["content"] if group.prompt.messages else "",
+            "prompt": group.prompt.question,
             "answer": group.prompt.answer,
             "text": rollout.text,
             "reward": reward,

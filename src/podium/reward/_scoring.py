@@ -61,7 +61,8 @@ class Scoring:
         started = time.monotonic()
         rewards = [self._by_name[name] for name in group.prompt.reward or self._default]
         failures: Counter[str] = Counter()
-        parts = [await self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts]
+        calls = (self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts)
+        parts = await asyncio.gather(*calls)
         totals = [_total(rewards, part) for part in parts]
         weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
         highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)

@@ -58,8 +58,11 @@ def probe_ids(data: OrderedData) -> list[int]:
     return (ids * 2)[: max(2, min(64, len(ids)))]
 
 
-def build_scoring(settings: Settings, data: Sequence[OrderedData]) -> Scoring:
-    """The settings' rewards, and those that rows name; an unknown name is an error now, not at the first rollout."""
+def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:
+    """The settings' rewards, and those that rows name; an unknown name is an error now, not at the first rollout.
+
+    `all_rows`: `data` is all that the run has, so a reward that scores none of it has no effect and is an error.
+    """
     by_name: dict[str, NamedReward] = {}
     for choice in settings.reward:
         if choice.name in by_name:
@@ -77,7 +80,7 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData]) -> Scoring:
         options = validate_options(f"reward {name!r}, named by a row", function, {})
         by_name[name] = NamedReward(name, bind_options(function, options))
     unused = [] if () in combinations else sorted({choice.name for choice in settings.reward} - named_by_rows)
-    if unused:
+    if unused and all_rows:
         raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")

@@ -49,9 +49,8 @@ def local(
     loss = partial(find("loss", settings.loss.name), **settings.loss.options)
     trainer = find("trainer", settings.trainer.name)(policy, loss, **settings.trainer.options)
     ledger = Ledger(folder)
-    reports = Reports(
-        build_reports(settings, folder, ledger, console_mode), folder, ledger, run_card(settings, folder, plan)
-    )
+    every_report = build_reports(settings, folder, ledger, console_mode)
+    reports = Reports(every_report, folder, ledger, run_card(settings, folder, plan), settings.to_toml())
     stages = Stages(
         data=data,
         rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
