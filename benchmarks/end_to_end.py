@@ -39,6 +39,10 @@ LEARNING_RATE = 1e-6
 """So small that the policy stays where it is: all contenders write answers of the same length to the end."""
 LORA = {"r": 16, "alpha": 32}
 SEED = 0
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+"""glibc keeps freed memory for the next allocation. By default it gives large blocks back to the system and takes them
+again, a page fault for each page; that slows TRL by about a tenth, in some processes more than in others, and Podium
+hardly at all."""
 
 Step = dict[str, float]
 """What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
@@ -74,6 +78,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each contender in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them, not measured")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each contender")
+    parser.add_argument(
+        "--malloc", choices=("keep", "default"), default="keep", help="of freed memory, see KEEP_MEMORY"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contender", choices=tuple(TITLES), help=argparse.SUPPRESS)  # what this process is to run
     return parser.parse_args()
@@ -118,6 +125,7 @@ class Contender:
         numbers = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
         command = [sys.executable, str(Path(__file__).resolve()), "--contender", name, "--weights", weights]
         own = {"OMP_NUM_THREADS": str(args.threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
+        malloc = KEEP_MEMORY if args.malloc == "keep" else {}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, "--model", args.model, *numbers],
@@ -125,7 +133,7 @@ class Contender:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **own},
+                env={**os.environ, **own, **malloc},
             )
 
     def take_turn(self) -> Step:
@@ -234,6 +242,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cpu_count": os.cpu_count(),
         "threads": args.threads,
+        "malloc": args.malloc,
         "system": f"{platform.system()} {platform.machine()}",
     }
 

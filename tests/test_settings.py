@@ -69,8 +69,6 @@ sync_every = 2
 lora = false
 [rollout]
 temperature = 0.7
-top_k = 20
-top_p = 0.9
 stop = ["#"]
 system = "Ünïcode \\"quoted\\""
 [[data]]
@@ -123,6 +121,13 @@ def test_settings_reach_the_plan_and_the_options(tmp_path: Path) -> None:
     assert settings.data[1].options == {"path": Path("rows.jsonl")}
     assert [reward.weight for reward in settings.reward] == [0.5, 1.0]
     assert settings.eval.data[0].options["split"] == "held_out"
+
+
+@pytest.mark.parametrize("key", ["top_k", "top_p"])
+def test_training_on_a_cut_distribution_is_refused_and_evaluation_on_one_is_not(key: str) -> None:
+    assert complaint({"rollout": {key: 1}}).startswith(f"rollout.{key} = 1")
+    assert "wrong in silence" in complaint({"rollout": {key: 1}})
+    Settings.from_dict({"eval": {key: 1}})
 
 
 def test_the_learning_rate_follows_what_is_trained_unless_it_is_given() -> None:

@@ -34,7 +34,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Writes beside the target and renames, so a broken conversion is never taken for a model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
@@ -42,6 +44,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     )
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
+    tokenizer.clean_up_tokenization_spaces = False  # made for other tokenizers: it eats spaces before punctuation
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)
