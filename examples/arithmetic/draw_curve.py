@@ -29,7 +29,9 @@ def main(run: Path, out: Path) -> None:
         _, y = place(0, value)
         marks.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{y}" y2="{y}" stroke="#ddd"/>')
         marks.append(text(LEFT - 8, y + 4, f"{value:g}", "end"))
-    marks += [text(place(step, 0)[0], HEIGHT - BOTTOM + 18, str(step)) for step in range(0, last + 1, max(1, last // 4))]
+    marks += [
+        text(place(step, 0)[0], HEIGHT - BOTTOM + 18, str(step)) for step in range(0, last + 1, max(1, last // 4))
+    ]
     dots = [f'<circle cx="{x}" cy="{y}" r="4" fill="#c2570c"/>' for x, y in (place(*point) for point in held_out)]
     body = [
         '<rect width="100%" height="100%" fill="white"/>',
