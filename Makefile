@@ -18,13 +18,13 @@ test: check
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.test
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/pyright
 
 format: $(VENV)/.test
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
 
 benchmark: $(VENV)/.test
 	$(BIN)/python benchmarks/end_to_end.py

@@ -22,7 +22,7 @@ def main(run: Path, out: Path) -> None:
         return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
 
     def text(x: float, y: float, words: str, anchor: str = "middle", colour: str = "#555") -> str:
-        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+        return f'<text x="{x}" y="{y}" font-size="13" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
     marks = []
     for value in (0, 0.25, 0.5, 0.75, 1):
@@ -43,7 +43,7 @@ def main(run: Path, out: Path) -> None:
         text(WIDTH - 20, HEIGHT - 72, "sampled while training", "end", "#1f5fd1"),
         text(WIDTH / 2, HEIGHT - 4, "step"),
     ]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
     out.write_text(head + "".join(body) + "</svg>\n")
 
 
