@@ -203,8 +203,8 @@ class Settings(Section):
         for key in ("top_k", "top_p"):
             if rollout.get(key) is not None:
                 raise InputError(
-                    f"rollout.{key} = {rollout[key]}: the trainer's logprobs are of the whole distribution, so training on "
-                    f"a cut one would be wrong in silence; remove it (eval.{key} is fine)"
+                    f"rollout.{key} = {rollout[key]}: the trainer's logprobs are of the whole distribution, so "
+                    f"training on a cut one would be wrong in silence; remove it (eval.{key} is fine)"
                 )
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
