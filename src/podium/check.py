@@ -64,7 +64,9 @@ def _settings_lines(settings: Settings) -> list[str]:
         f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts = "
         f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt:,} rollouts at most",
     ]
-    if {"clip_low", "clip_high"} & set(settings.loss.options):
+    trainer = settings.trainer.options
+    updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+    if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
         lines.append("note: with one update per batch the ratio is 1 and the clip bounds cannot bind")
     return lines
 

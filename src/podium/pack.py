@@ -2,7 +2,7 @@
 
 A document is a prompt and one answer. Documents are placed longest first into the fullest batch that still has room
 (best fit); one that is longer than the limit becomes a batch of its own. Nothing is dropped but rollouts without a
-reward. After packing every tensor is flat over tokens, `[T]`.
+reward or without a loss token. After packing every tensor is flat over tokens, `[T]`.
 """
 
 from collections.abc import Sequence
@@ -30,26 +30,34 @@ def pack(
     *,
     max_tokens_per_batch: int,
     temperature: float,
+    minibatches: int = 1,
     device: str | torch.device = "cpu",
 ) -> list[Batch]:
-    """The batches of one optimizer step; each knows the step's totals, so that averages are over the whole step."""
-    documents = [
-        Document(group.prompt, rollout, advantage)
-        for group in groups
-        for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True)
-        if reward is not None
-    ]
-    num_loss_tokens = sum(sum(document.rollout.loss_mask) for document in documents)
-    return [
-        to_batch(
-            [documents[index] for index in bin_],
-            num_loss_tokens=num_loss_tokens,
-            num_rollouts=len(documents),
-            temperature=temperature,
-            device=device,
-        )
-        for bin_ in best_fit([len(document) for document in documents], max_tokens_per_batch)
-    ]
+    """The batches of a step, update by update; each knows its update's totals, so that averages are over all of it.
+
+    A group is never divided between two updates; with fewer groups than `minibatches` there are fewer updates.
+    """
+    batches: list[Batch] = []
+    for number in range(minibatches):
+        documents = [
+            Document(group.prompt, rollout, advantage)
+            for group in groups[number::minibatches]
+            for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True)
+            if reward is not None and any(rollout.loss_mask)
+        ]
+        num_loss_tokens = sum(sum(document.rollout.loss_mask) for document in documents)
+        batches += [
+            to_batch(
+                [documents[index] for index in bin_],
+                num_loss_tokens=num_loss_tokens,
+                num_rollouts=len(documents),
+                temperature=temperature,
+                minibatch=number,
+                device=device,
+            )
+            for bin_ in best_fit([len(document) for document in documents], max_tokens_per_batch)
+        ]
+    return batches
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -74,6 +82,7 @@ def to_batch(
     num_loss_tokens: int,
     num_rollouts: int,
     temperature: float,
+    minibatch: int = 0,
     device: str | torch.device = "cpu",
 ) -> Batch:
     """Packs the documents into one row, in their order."""
@@ -105,6 +114,7 @@ def to_batch(
         temperature=temperature,
         num_loss_tokens=num_loss_tokens,
         num_rollouts=num_rollouts,
+        minibatch=minibatch,
         answer_starts=tuple(len(document.prompt.token_ids) for document in documents),
         digests=tuple(document.rollout.digest for document in documents),
     )

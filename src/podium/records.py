@@ -42,6 +42,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class ReferenceSettings:
+    """How the reference of a KL term moves; with alpha 0 it stays the model that the run began with."""
+
+    alpha: float = 0.0
+    """Share of the policy taken over each time."""
+    every: int = 1
+    """Steps between two times."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of a data source, before it is rendered and given its place in the run."""
 
@@ -193,8 +203,12 @@ class Batch:
     """One a document: how many of its tokens are the prompt."""
     digests: tuple[str, ...]
     """One a document: the fingerprint of its answer's ids as sampled."""
+    minibatch: int = 0
+    """Which update of the step it belongs to; "the whole optimizer step" above is that update."""
     old_logprobs: torch.Tensor | None = None
     """float32 `[T]`, the policy's before the first update; None: one update, so they are its own, detached."""
+    reference_logprobs: torch.Tensor | None = None
+    """float32 `[T]`, the reference's; None: no KL."""
 
     @property
     def num_documents(self) -> int:
@@ -207,7 +221,8 @@ class Batch:
     def documents(self, first: int, last: int) -> Batch:
         """Documents first … last − 1 as a batch of their own; the step's totals stay."""
         start, end = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
-        flat = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs", "old_logprobs")
+        flat = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")
+        flat += ("old_logprobs", "reference_logprobs")
         return replace(
             self,
             **{name: value[start:end] for name in flat if (value := getattr(self, name)) is not None},
@@ -219,11 +234,35 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class PolicyLoss:
+    """What a loss file returns: the policy term of each token, before correction, KL and average."""
+
+    per_token: torch.Tensor
+    """`[T]` with gradient; what stands outside the loss mask does not count."""
+    ratio: torch.Tensor
+    """`[T]`, the probability ratio that the loss is built on, detached."""
+    clipped_low: torch.Tensor
+    """bool `[T]`, where the lower clip bound took the gradient away."""
+    clipped_high: torch.Tensor
+    """bool `[T]`, where the upper one did."""
+    penalty: torch.Tensor | None = None
+    """`[T]` with gradient, added to the policy term after the correction."""
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """The loss of one batch and its per-token statistics."""
 
     loss: torch.Tensor
     """Scalar with gradient: this batch's share of the step's loss, so that shares add up over batches and ranks."""
+    policy_loss: torch.Tensor
+    """Scalar, the share without the KL term."""
+    kl_loss: torch.Tensor
+    """Scalar, the share of the KL term, times its weight."""
+    weights: torch.Tensor
+    """`[T]`, the correction's weights; 1 where it is off."""
+    drift: torch.Tensor | None
+    """`[T]`, policy − reference logprobs, detached; None without a reference."""
     ratio: torch.Tensor
     """`[T]`, policy over old probability, detached."""
     clipped_low: torch.Tensor

@@ -8,129 +8,28 @@ key that nothing reads is an error.
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from podium.errors import InputError
-from podium.lookup import describe, find, validate_options
+from podium.lookup import describe
 from podium.records import Plan
-
-
-class Section(BaseModel):
-    """A table with a fixed set of keys; the text under a key is its help."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
-
-
-class Choice(BaseModel):
-    """A table whose `name` chooses a file; the other keys are that file's options."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    name: str
-    """The file (see `podium list`), or `module:object`, or `path.py:object`."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What is handed to the named thing."""
-        return dict(self.model_extra or {})
-
-    def resolved(self, stage: str, where: str) -> "Choice":
-        """The same choice with every option checked and present."""
-        options = validate_options(where, find(stage, self.name), self.options)
-        return type(self).model_validate({**_own_fields(self), **options})
-
-
-class Run(Section):
-    folder: Path | None = None
-    """Where the run is kept; by default runs/<time>-<name>."""
-    name: str = "run"
-    """A word for people."""
-    steps: Annotated[int, Field(ge=1)] = 100
-    """Trainer steps."""
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    """Ends the run after this many passes over the data, if that is earlier."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Decides data order, sampling and adapter initialisation."""
-    prompts_per_step: Annotated[int, Field(ge=1)] = 16
-    """Prompts whose groups make one step."""
-    rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
-    """Size of a group; at least 2."""
-    sync_every: Annotated[int, Field(ge=0)] = 1
-    """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever."""
-
-
-class Lora(Section):
-    r: Annotated[int, Field(ge=1)] = 16
-    """Rank."""
-    alpha: Annotated[float, Field(gt=0)] = 32
-    """The adapter is scaled by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input, while training."""
-    targets: str | list[str] = "all-linear"
-    """Names of the linear layers that get an adapter."""
-
-
-class Model(Section):
-    name: str = "embedded"
-    """"embedded", "smollm2-135m", a folder or a hub name."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights; bfloat16 only under LoRA, whose adapter stays in float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
-    lora: Lora | Literal[False] = Lora()
-    """The adapter's table, or false to train every weight."""
-    trust_remote_code: bool = False
-    """Whether code that comes with a model may run."""
-
-
-class DataSource(Choice):
-    name: str = "arithmetic"
-    max_rows: Annotated[int, Field(ge=1)] | None = None
-    """Keeps the first rows only."""
-    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longer prompts are dropped and counted; by default what the context leaves beside max_new_tokens."""
-
-
-class Reward(Choice):
-    weight: float = 1.0
-    """Its share in the sum."""
-
-
-class Scoring(Section):
-    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Above this share of failed or abstained rewards in a step the run stops."""
-
-
-class Filter(Section):
-    drop_no_signal: bool = True
-    """Drops groups whose rewards are all equal: their advantages are 0, they only cost time."""
-
-
-class Pack(Section):
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Tokens per forward pass. Changes memory and speed, never the result."""
-
-
-class Eval(Section):
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0: before the first step and after the last."""
-    n: Annotated[int, Field(ge=1)] = 1
-    """Rollouts per held-out prompt."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy."""
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    data: list[DataSource] = []
-    """Held-out sources; none: no evaluation."""
-
-
-class CheckpointSection(Section):
-    every: Annotated[int, Field(ge=0)] = 10
-    """Steps between commits; 0 commits only when the run ends."""
-    keep: Annotated[int, Field(ge=1)] = 3
-    """How many commits stay on disk."""
+from podium.sections import (
+    CheckpointSection,
+    Choice,
+    DataSource,
+    Eval,
+    Filter,
+    Lora,
+    LossSection,
+    Model,
+    Pack,
+    Reward,
+    Run,
+    Scoring,
+    Section,
+)
 
 
 class Settings(Section):
@@ -138,20 +37,20 @@ class Settings(Section):
 
     run: Run = Run()
     model: Model = Model()
-    data: list[DataSource] = [DataSource()]
+    data: list[DataSource] = Field(default_factory=lambda: [DataSource()])
     rollout: Choice = Choice(name="single_turn")
     engine: Choice = Choice(name="inprocess")
-    reward: list[Reward] = []
+    reward: list[Reward] = Field(default_factory=list)
     scoring: Scoring = Scoring()
     filter: Filter = Filter()
     advantage: Choice = Choice(name="grpo")
     pack: Pack = Pack()
-    loss: Choice = Choice(name="grpo")
+    loss: LossSection = LossSection()
     trainer: Choice = Choice(name="single")
     sync: Choice = Choice(name="shared")
     checkpoint: CheckpointSection = CheckpointSection()
     eval: Eval = Eval()
-    report: list[Choice] = [Choice(name="console"), Choice(name="page")]
+    report: list[Choice] = Field(default_factory=lambda: [Choice(name="console"), Choice(name="page")])
     runtime: Choice = Choice(name="local")
 
     @classmethod
@@ -209,6 +108,10 @@ class Settings(Section):
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
+        updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+        resolved["loss"] = resolved["loss"].completed(
+            self.model.reference is not None, updates > 1, rollout.get("max_new_tokens", 1)
+        )
         lists: dict[str, Any] = {
             stage: [item.resolved(stage, f"{stage}[{index}]") for index, item in enumerate(getattr(self, stage))]
             for stage in ("data", "reward", "report")
@@ -281,10 +184,6 @@ def _value(raw: str) -> Any:
         return tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return raw
-
-
-def _own_fields(choice: Choice) -> dict[str, Any]:
-    return {name: getattr(choice, name) for name in type(choice).model_fields}
 
 
 def _with_choices(model: type[BaseModel], error: ValidationError) -> str:

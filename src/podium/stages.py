@@ -16,6 +16,7 @@ from podium.records import (
     EvalReport,
     Group,
     LossOutput,
+    PolicyLoss,
     Prompt,
     Request,
     Rollout,
@@ -79,8 +80,25 @@ class RewardStage(Protocol):
 AdvantageFunction = Callable[[Sequence[float]], Sequence[float]]
 """Stage 4, inside: rewards of one group in, advantages out."""
 
-LossFunction = Callable[["torch.Tensor", Batch], LossOutput]
-"""Stage 6: policy logprobs `[T]` and their batch in, this batch's share of the step's loss out."""
+PolicyLossFunction = Callable[["torch.Tensor", "torch.Tensor", Batch], PolicyLoss]
+"""Stage 6, inside: policy and old logprobs `[T]` and their batch in, the policy term of each token out."""
+
+
+class Loss(Protocol):
+    """Stage 6. The whole objective: a policy loss with its correction, KL term and average."""
+
+    @property
+    def takes_snapshot(self) -> bool:
+        """Whether several updates need the policy's logprobs from before the first."""
+        ...
+
+    def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Called once a step, before the first update."""
+        ...
+
+    def __call__(self, policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
+        """Policy logprobs `[T]` and their batch in, this batch's share of the step's loss out."""
+        ...
 
 
 class Trainer(Protocol):

@@ -4,22 +4,19 @@ A batch is a part of a step; each of these returns its share, so that shares add
 result does not depend on how the step was split.
 """
 
-from typing import Literal
-
 import torch
 
+from podium.loss._traits import Average
 from podium.records import Batch
 
-Average = Literal["tokens", "rollouts"]
-"""tokens: mean over all loss tokens of the step (a long answer weighs more); rollouts: mean over rollouts of each
-one's mean over its tokens (every answer weighs the same)."""
 
-
-def average_loss(per_token: torch.Tensor, batch: Batch, average: Average) -> torch.Tensor:
+def average_loss(per_token: torch.Tensor, batch: Batch, average: Average, constant: int = 1) -> torch.Tensor:
     """This batch's share of the step's average; tokens outside the loss mask do not count."""
     masked = per_token * batch.loss_mask
     if average == "tokens":
         return masked.sum() / batch.num_loss_tokens
+    if average == "constant":
+        return masked.sum() / (batch.num_rollouts * constant)
     return (masked / tokens_per_document(batch)[batch.document_ids]).sum() / batch.num_rollouts
 
 

@@ -12,30 +12,16 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._average import Average, average_loss
-from podium.records import Batch, LossOutput
-
-MAX_LOG_RATIO = 20.0
-"""exp(20) is large but finite in float32; beyond it a ratio says nothing any more."""
+from podium.loss._ratio import clipped_surrogate, ratio_of
+from podium.records import Batch, PolicyLoss
 
 
 def grpo(
     policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
     batch: Batch,
     *,
     clip_low: Annotated[float, Field(ge=0, le=1, description="ratios below 1 − clip_low carry no gradient")] = 0.2,
     clip_high: Annotated[float, Field(ge=0, description="ratios above 1 + clip_high carry no gradient")] = 0.2,
-    average: Annotated[Average, Field(description="over tokens or over rollouts")] = "tokens",
-) -> LossOutput:
-    """This batch's share of the step's loss."""
-    old = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    ratio = (policy_logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = -ratio * batch.advantages
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages
-    binds = clipped > unclipped
-    return LossOutput(
-        loss=average_loss(torch.maximum(unclipped, clipped), batch, average),
-        ratio=ratio.detach(),
-        clipped_low=binds & (ratio < 1 - clip_low),
-        clipped_high=binds & (ratio > 1 + clip_high),
-    )
+) -> PolicyLoss:
+    return clipped_surrogate(ratio_of(policy_logprobs, old_logprobs), batch.advantages, clip_low, clip_high)

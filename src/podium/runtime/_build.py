@@ -8,15 +8,19 @@ from typing import Any
 
 from podium.data._order import OrderedData
 from podium.errors import InputError
+from podium.filter import filter_groups
 from podium.ledger import Ledger
 from podium.lookup import choices, find, validate_options
+from podium.loss._correction import Correction
+from podium.loss._objective import Objective
 from podium.model.load import Policy
-from podium.records import Plan, Row
+from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
 from podium.reward._scoring import NamedReward, Scoring
 from podium.run_folder import RunFolder
-from podium.settings import Choice, DataSource, Settings
+from podium.sections import Choice, CorrectionSection, DataSource
+from podium.settings import Settings
 from podium.stages import Engine, Stages
 
 
@@ -95,6 +99,35 @@ def bind_options(function: Any, options: dict[str, Any]) -> Any:
         if hasattr(function, name):
             setattr(bound, name, getattr(function, name))
     return bound
+
+
+def build_objective(settings: Settings) -> Objective:
+    """The named loss with the rest of `[loss]` around it."""
+    given = settings.loss
+    correction = None
+    if isinstance(given.correction, CorrectionSection):
+        fields = given.correction.model_dump()
+        correction = Correction(**{**fields, "sequence_band": fields["sequence_band"] or None})
+    shared = {key: getattr(given, key) for key in ("average", "constant", "old", "kl_beta", "kl_estimator", "kl_in")}
+    return Objective(
+        policy_loss=partial(find("loss", given.name), **given.options),
+        correction=correction,
+        **{key: value for key, value in shared.items() if value is not None},
+    )
+
+
+def build_reference(settings: Settings) -> ReferenceSettings | None:
+    given = settings.model.reference
+    if given is None:
+        return None
+    return ReferenceSettings() if given == "initial" else ReferenceSettings(given.alpha, given.every)
+
+
+def build_filter(settings: Settings) -> Any:
+    """`accept` is looked up like any other name of user code."""
+    given = settings.filter
+    accept = None if given.accept is None else find("filter", given.accept)
+    return partial(filter_groups, **given.model_dump(exclude={"accept"}), accept=accept)
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:

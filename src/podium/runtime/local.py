@@ -7,7 +7,6 @@ from functools import partial
 from podium.advantage._assign import assign_advantages
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluate import HeldOut
-from podium.filter import filter_groups
 from podium.ledger import Ledger
 from podium.lookup import find
 from podium.model.load import load_policy
@@ -18,6 +17,9 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
     build_data,
+    build_filter,
+    build_objective,
+    build_reference,
     build_reports,
     build_scoring,
     eval_options,
@@ -46,8 +48,9 @@ def local(
     held_out = held_out_data(settings, policy, plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
-    loss = partial(find("loss", settings.loss.name), **settings.loss.options)
-    trainer = find("trainer", settings.trainer.name)(policy, loss, **settings.trainer.options)
+    trainer = find("trainer", settings.trainer.name)(
+        policy, build_objective(settings), plan.steps, build_reference(settings), **settings.trainer.options
+    )
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
     reports = Reports(every_report, folder, ledger, run_card(settings, folder, plan), settings.to_toml())
@@ -59,11 +62,12 @@ def local(
             assign_advantages,
             function=partial(find("advantage", settings.advantage.name), **settings.advantage.options),
         ),
-        filter=partial(filter_groups, **settings.filter.model_dump()),
+        filter=build_filter(settings),
         pack=partial(
             pack,
             max_tokens_per_batch=settings.pack.max_tokens_per_batch,
             temperature=settings.rollout.options.get("temperature", 1.0),
+            minibatches=settings.trainer.options.get("minibatches_per_step", 1),
             device=policy.device,
         ),
         trainer=trainer,

@@ -6,7 +6,7 @@ import torch
 
 from podium.errors import SplitError, TokenMismatchError
 from podium.records import Batch, ids_digest
-from podium.stages import LossFunction
+from podium.stages import Loss
 
 SPLIT_TOLERANCE = 1e-4
 
@@ -23,7 +23,7 @@ def check_ids(batch: Batch) -> None:
             )
 
 
-def check_split(loss: LossFunction, policy_logprobs: torch.Tensor, batch: Batch) -> None:
+def check_split(loss: Loss, policy_logprobs: torch.Tensor, batch: Batch) -> None:
     """The loss and its gradient on a batch equal the sum over its two halves.
 
     Advantages are set to 1 for the check: real ones average to 0, where a wrong denominator would not show.

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, and its state as plain tensors (no pickle)."""
+"""AdamW, and its state as plain tensors (no pickle)."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,11 +10,6 @@ Parameters = Mapping[str, torch.nn.Parameter]
 def make_optimizer(parameters: Parameters, *, lr: float, betas: tuple[float, float], weight_decay: float):
     """One group, in the order of the names."""
     return torch.optim.AdamW(parameters.values(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-
-
-def warmed_up(lr: float, update: int, warmup_steps: int) -> float:
-    """Rate of the update numbered from 0: rises in equal parts to `lr` over `warmup_steps` updates."""
-    return lr * min(1.0, (update + 1) / max(1, warmup_steps))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,18 +4,18 @@ The statistics are sums over loss tokens, divided at the end by the step's total
 step was split either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from podium.model.forward import policy_logprobs
 from podium.records import Batch, LossOutput
-from podium.stages import LossFunction
+from podium.stages import Loss
 from podium.trainer._checks import check_ids, check_split
 
 
-def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss: LossFunction) -> dict[str, float]:
+def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     """Leaves the step's gradient on the parameters and returns its metrics."""
     totals: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(batches):
@@ -32,6 +32,12 @@ def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss:
     return metrics | {"loss/ratio_var": max(0.0, variance)}
 
 
+@torch.no_grad()
+def snapshot(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """The policy's logprobs as they are now, `[T]`."""
+    return policy_logprobs(model, batch)[0]
+
+
 def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
     """This batch's share of each metric of the step."""
     mask = batch.loss_mask.bool()
@@ -43,6 +49,8 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
     ratio = gap.exp()
     return {
         "loss/total": output.loss.detach().double(),
+        "loss/policy": output.policy_loss.double(),
+        "loss/kl": output.kl_loss.double(),
         "loss/ratio_mean": share(output.ratio),
         "ratio_squared": share(output.ratio.double() ** 2),
         "loss/clipped_low_share": share(output.clipped_low),
@@ -52,4 +60,18 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
         "mismatch/k1": share(-gap),
         "mismatch/k3": share(gap.expm1() - gap),
         "mismatch/outside_share": share((ratio < 0.9) | (ratio > 1.1)),
+        "mismatch/weight_mean": share(output.weights),
+        "mismatch/masked_share": share(output.weights == 0),
+        **_distance(output.drift, share),
+    }
+
+
+def _distance(drift: torch.Tensor | None, share: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Three estimates of the policy's distance from the reference, whichever of them the loss uses."""
+    if drift is None:
+        return {}
+    return {
+        "kl/k1": share(drift),
+        "kl/k2": share(drift**2 / 2),
+        "kl/k3": share(torch.expm1(-drift) + drift),
     }

@@ -6,7 +6,11 @@ the loss is handed to it. A loss or gradient that is not finite leaves the weigh
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import torch
@@ -17,32 +21,45 @@ from podium.model.device_thread import on_device_thread
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
-from podium.records import Batch, UpdateResult
-from podium.stages import LossFunction
-from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state, warmed_up
-from podium.trainer._step import accumulate_gradients
+from podium.records import Batch, ReferenceSettings, UpdateResult
+from podium.stages import Loss
+from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
+from podium.trainer._reference import Reference
+from podium.trainer._schedule import Schedule, rate_at
+from podium.trainer._step import accumulate_gradients, snapshot
 
 
 class Single:
+    """`total_steps` is the run's length, which a decaying learning rate is stretched over."""
+
     def __init__(
         self,
         policy: Policy,
-        loss: LossFunction,
+        loss: Loss,
+        total_steps: int = 1,
+        reference: ReferenceSettings | None = None,
         *,
         lr: Annotated[
             float | None, Field(gt=0, description="learning rate; by default 1e-5 under LoRA, 1e-6 for full weights")
         ] = None,
-        warmup_steps: Annotated[int, Field(ge=0, description="updates over which the rate rises to lr")] = 0,
+        schedule: Annotated[Schedule, Field(description="of the learning rate, after the warm-up")] = "constant",
+        warmup_steps: Annotated[int, Field(ge=0, description="steps over which the rate rises to lr")] = 0,
         betas: Annotated[tuple[float, float], Field(description="AdamW's")] = (0.9, 0.999),
         weight_decay: Annotated[float, Field(ge=0)] = 0.0,
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
+        epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
+        minibatches_per_step: Annotated[int, Field(ge=1, description="updates in one pass")] = 1,
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
-        self._lr, self._warmup_steps, self._max_grad_norm = lr, warmup_steps, max_grad_norm
+        self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
+        self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
+        self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-        self._num_updates = 0
+        self._reference = None if reference is None else Reference(policy, self._parameters, **asdict(reference))
+        self._num_steps = 0
+        """Steps that made at least one update."""
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         return await on_device_thread(self._step, batches)
@@ -56,7 +73,8 @@ class Single:
     def state(self) -> dict[str, torch.Tensor]:
         tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         tensors |= dict(optimizer_state(self._optimizer, self._parameters))
-        tensors |= random_state() | {"num_updates": torch.tensor(self._num_updates)}
+        tensors |= self._reference.state() if self._reference else {}
+        tensors |= random_state() | {"num_steps": torch.tensor(self._num_steps)}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -69,7 +87,9 @@ class Single:
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[f"weights.{name}"])
         load_optimizer_state(self._optimizer, self._parameters, tensors)
-        self._num_updates = int(tensors["num_updates"])
+        if self._reference:
+            self._reference.load_state(tensors)
+        self._num_steps = int(tensors["num_steps"])
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
@@ -83,8 +103,38 @@ class Single:
     def _step(self, batches: Sequence[Batch]) -> UpdateResult:
         if not batches:
             return UpdateResult(updated=False, num_loss_tokens=0, metrics={"optim/skipped": 1.0})
-        lr = warmed_up(self._lr, self._num_updates, self._warmup_steps)
+        lr = self._rate(self._num_steps)
         self._optimizer.param_groups[0]["lr"] = lr
+        prepared = self._prepare(batches)
+        parts = [list(part) for _, part in groupby(prepared, key=lambda batch: batch.minibatch)]
+        updates = [self._update(part) for _ in range(self._epochs) for part in parts]
+        is_updated = any(not update["optim/skipped"] for update in updates)
+        self._num_steps += is_updated
+        if is_updated and self._reference:
+            self._reference.follow(self._num_steps)
+        return UpdateResult(
+            updated=is_updated,
+            num_loss_tokens=sum(part[0].num_loss_tokens for part in parts),
+            metrics={name: fmean(update[name] for update in updates) for name in updates[0]}
+            | {
+                "optim/lr": lr,
+                "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
+                "pack/batches": float(len(batches)),
+                "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
+            },
+        )
+
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
+        made = list(batches)
+        if self._has_several_updates and self._loss.takes_snapshot:
+            made = [replace(batch, old_logprobs=snapshot(self._model, batch)) for batch in made]
+        if self._reference:
+            made = [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in made]
+        return self._loss.prepare(made)
+
+    def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """One optimizer step; a gradient that is not finite makes none."""
         self._optimizer.zero_grad(set_to_none=True)
         self._model.train()
         metrics = accumulate_gradients(self._model, batches, self._loss)
@@ -93,16 +143,4 @@ class Single:
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
         if is_finite:
             self._optimizer.step()
-            self._num_updates += 1
-        return UpdateResult(
-            updated=is_finite,
-            num_loss_tokens=batches[0].num_loss_tokens,
-            metrics=metrics
-            | {
-                "optim/lr": lr,
-                "optim/grad_norm": norm,
-                "optim/skipped": float(not is_finite),
-                "pack/batches": float(len(batches)),
-                "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
-            },
-        )
+        return metrics | {"optim/grad_norm": norm, "optim/skipped": float(not is_finite)}

@@ -1,0 +1,27 @@
+"""Direct reward optimisation: a quadratic penalty keeps the policy near the sampler instead of a clip.
+
+    loss = −(policy·A·w − ½·beta·(policy − rollout)²)
+
+From arXiv 2405.19107. The penalty is against the sampler: against `old` it would vanish with one update per batch. It
+also holds where A = 0, never outside the loss mask, and the correction weight w does not touch it.
+"""
+
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from podium.loss._ratio import ratio_of, unclipped
+from podium.records import Batch, PolicyLoss
+
+
+def dro(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    batch: Batch,
+    *,
+    beta: Annotated[float, Field(ge=0, description="weight of the penalty")] = 0.05,
+) -> PolicyLoss:
+    loss = unclipped(-policy_logprobs * batch.advantages, ratio_of(policy_logprobs, old_logprobs))
+    return replace(loss, penalty=0.5 * beta * (policy_logprobs - batch.rollout_logprobs) ** 2)

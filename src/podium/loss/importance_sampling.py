@@ -1,0 +1,28 @@
+"""Off-policy gradient weighted by the probability ratio, not clipped.
+
+    loss = −r·A,   r = exp(clamp(policy − old, ±20)), optionally truncated at max_ratio
+
+The ratio keeps its gradient; a token truncated at `max_ratio` has none.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from podium.loss._ratio import ratio_of
+from podium.records import Batch, PolicyLoss
+
+
+def importance_sampling(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    batch: Batch,
+    *,
+    max_ratio: Annotated[float | None, Field(gt=0, description="ratios are truncated here; by default nowhere")] = None,
+) -> PolicyLoss:
+    ratio = ratio_of(policy_logprobs, old_logprobs)
+    truncated = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
+    never = torch.zeros_like(ratio, dtype=torch.bool)
+    above = never if max_ratio is None else (ratio > max_ratio) & (batch.advantages != 0)
+    return PolicyLoss(-truncated * batch.advantages, ratio.detach(), never, above)

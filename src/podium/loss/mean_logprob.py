@@ -1,0 +1,17 @@
+"""The advantage times the mean logprob of the answer.
+
+    loss = −A · mean_t policy_t      a rollout
+
+The plainest form of a group-relative update: no ratio, no clip, one update per batch.
+"""
+
+import torch
+
+from podium.loss._ratio import ratio_of, unclipped
+from podium.loss._traits import loss_traits
+from podium.records import Batch, PolicyLoss
+
+
+@loss_traits(average="rollouts", corrects_itself=True, single_update=True)
+def mean_logprob(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
+    return unclipped(-policy_logprobs * batch.advantages, ratio_of(policy_logprobs, old_logprobs))

@@ -1,0 +1,30 @@
+"""REINFORCE, by default weighted by the ratio to the sampler.
+
+    ratio = true:   loss = −exp(clamp(policy − rollout, ±20))·A
+    ratio = false:  loss = −A·policy
+
+From Williams (1992). The ratio is against the sampler's logprobs, so it is its own correction for a sampler that lags
+or rounds differently, and no other is applied.
+"""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from podium.loss._ratio import ratio_of, unclipped
+from podium.loss._traits import loss_traits
+from podium.records import Batch, PolicyLoss
+
+
+@loss_traits(corrects_itself=True)
+def reinforce(
+    policy_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    batch: Batch,
+    *,
+    ratio: Annotated[bool, Field(description="weigh by the ratio to the sampler")] = True,
+) -> PolicyLoss:
+    to_sampler = ratio_of(policy_logprobs, batch.rollout_logprobs)
+    weighed = to_sampler if ratio else policy_logprobs
+    return unclipped(-weighed * batch.advantages, to_sampler)

@@ -1,0 +1,236 @@
+"""The tables of a settings file, one class each; the text under a key is its help.
+
+A `Section` has a fixed set of keys. A `Choice` has a `name` that chooses a file; the keys that are not its own are that
+file's options.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from podium.errors import InputError
+from podium.lookup import find, validate_options
+from podium.loss._traits import Traits, traits_of
+
+
+class Section(BaseModel):
+    """A table with a fixed set of keys; the text under a key is its help."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+
+
+class Choice(BaseModel):
+    """A table whose `name` chooses a file; the other keys are that file's options."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    name: str
+    """The file (see `podium list`), or `module:object`, or `path.py:object`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is handed to the named thing."""
+        return dict(self.model_extra or {})
+
+    def resolved(self, stage: str, where: str) -> "Choice":
+        """The same choice with every option checked and present."""
+        options = validate_options(where, find(stage, self.name), self.options)
+        return type(self).model_validate({**_own_fields(self), **options})
+
+
+class Run(Section):
+    folder: Path | None = None
+    """Where the run is kept; by default runs/<time>-<name>."""
+    name: str = "run"
+    """A word for people."""
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Trainer steps."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Ends the run after this many passes over the data, if that is earlier."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Decides data order, sampling and adapter initialisation."""
+    prompts_per_step: Annotated[int, Field(ge=1)] = 16
+    """Prompts whose groups make one step."""
+    rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
+    """Size of a group; at least 2."""
+    sync_every: Annotated[int, Field(ge=0)] = 1
+    """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever."""
+
+
+class Lora(Section):
+    r: Annotated[int, Field(ge=1)] = 16
+    """Rank."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """The adapter is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """On the adapter's input, while training."""
+    targets: str | list[str] = "all-linear"
+    """Names of the linear layers that get an adapter."""
+
+
+class MovingReference(Section):
+    alpha: Annotated[float, Field(gt=0, le=1)]
+    """Share of the policy that the reference takes over each time."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between two times."""
+
+
+class Model(Section):
+    name: str = "embedded"
+    """"embedded", "smollm2-135m", a folder or a hub name."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights; bfloat16 only under LoRA, whose adapter stays in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    lora: Lora | Literal[False] = Lora()
+    """The adapter's table, or false to train every weight."""
+    reference: Literal["initial"] | MovingReference | None = None
+    """What loss.kl_beta keeps the policy near: the model as it was, or a copy that follows it slowly."""
+    trust_remote_code: bool = False
+    """Whether code that comes with a model may run."""
+
+
+class CorrectionSection(Section):
+    level: Literal["token", "sequence"] | None = None
+    """One weight a token, or one a rollout (geometric mean); by default what the loss is built on."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Weights are truncated here."""
+    band: Annotated[float, Field(gt=1)] | None = None
+    """Tokens with a ratio outside [1/band, band] get weight 0; by default none."""
+    sequence_band: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | Literal[False] = (0.5, 2.0)
+    """Rollouts whose geometric-mean ratio is outside get weight 0; false: none."""
+
+
+class LossSection(Choice):
+    name: str = "grpo"
+    average: Literal["tokens", "rollouts", "constant"] | None = None
+    """Over the step's tokens (default), over rollouts, or over rollouts times a constant length."""
+    constant: Annotated[int, Field(ge=1)] | None = None
+    """The length of `average = "constant"`; by default rollout.max_new_tokens."""
+    old: Literal["auto", "rollout"] = "auto"
+    """Whose logprobs the ratio is against: the policy's before the update, or the sampler's."""
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the distance to `model.reference`."""
+    kl_estimator: Literal["k1", "k2", "k3", "k4"] | None = None
+    """By default k3; kl and kl1 stand for k1, kl2 for k2, kl3 for k3."""
+    kl_in: Literal["loss", "advantage"] | None = None
+    """A term of the loss (default), or folded into the advantages."""
+    correction: CorrectionSection | Literal[False] | None = None
+    """For the gap between sampler and trainer: on by default where the loss has room for it; false: off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, given: Any) -> Any:
+        names = {"kl": "k1", "kl1": "k1", "kl2": "k2", "kl3": "k3"}
+        if isinstance(given, dict) and given.get("kl_estimator") in names:
+            return {**given, "kl_estimator": names[given["kl_estimator"]]}
+        return given
+
+    def completed(self, has_reference: bool, several_updates: bool, max_new_tokens: int) -> "LossSection":
+        """Every key that has an effect filled in; one that would have none, or contradicts the loss, is refused."""
+        traits = traits_of(find("loss", self.name))
+        if traits.single_update and several_updates:
+            raise InputError(f"loss.name = {self.name!r} has no ratio: it is right for one update per batch only")
+        changes: dict[str, Any] = {"average": self._average(traits)}
+        if self.constant is not None and changes["average"] != "constant":
+            raise InputError('loss.constant has no effect without loss.average = "constant"')
+        if changes["average"] == "constant":
+            changes["constant"] = self.constant or max_new_tokens
+        changes |= self._kl(has_reference) | {"correction": self._correction(traits)}
+        return self.model_copy(update=changes)
+
+    def _average(self, traits: Traits) -> str:
+        if traits.average and self.average not in (None, traits.average):
+            raise InputError(
+                f"loss.average = {self.average!r}: {self.name} is averaged over {traits.average} by its formula"
+            )
+        return self.average or traits.average or "tokens"
+
+    def _kl(self, has_reference: bool) -> dict[str, Any]:
+        if self.kl_beta == 0:
+            if has_reference:
+                raise InputError("model.reference has no effect with loss.kl_beta = 0; set one or remove the other")
+            for key in ("kl_estimator", "kl_in"):
+                if getattr(self, key) is not None:
+                    raise InputError(f"loss.{key} has no effect with loss.kl_beta = 0")
+            return {}
+        if not has_reference:
+            raise InputError(
+                f'loss.kl_beta = {self.kl_beta} needs a reference: set model.reference = "initial" or a table'
+            )
+        if self.kl_in == "advantage" and self.kl_estimator is not None:
+            raise InputError('loss.kl_estimator has no effect with loss.kl_in = "advantage"')
+        kl_in = self.kl_in or "loss"
+        return {"kl_in": kl_in} | ({"kl_estimator": self.kl_estimator or "k3"} if kl_in == "loss" else {})
+
+    def _correction(self, traits: Traits) -> "CorrectionSection | Literal[False]":
+        has_room = not traits.corrects_itself and self.old == "auto"
+        if isinstance(self.correction, CorrectionSection):
+            if not has_room:
+                raise InputError(
+                    f"loss.correction with loss.name = {self.name!r} and loss.old = {self.old!r}: the ratio is against "
+                    "the sampler already, or there is none; remove the table"
+                )
+            if self.correction.level not in (None, traits.correction_level) and traits.correction_level == "sequence":
+                raise InputError(f"loss.correction.level = 'token': {self.name} takes its ratio over whole rollouts")
+        if self.correction is False or not has_room:
+            return False
+        given = self.correction or CorrectionSection()
+        return given.model_copy(update={"level": given.level or traits.correction_level})
+
+
+class DataSource(Choice):
+    name: str = "arithmetic"
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Keeps the first rows only."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longer prompts are dropped and counted; by default what the context leaves beside max_new_tokens."""
+
+
+class Reward(Choice):
+    weight: float = 1.0
+    """Its share in the sum."""
+
+
+class Scoring(Section):
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Above this share of failed or abstained rewards in a step the run stops."""
+
+
+class Filter(Section):
+    drop_no_signal: bool = True
+    """Drops groups whose rewards are all equal: their advantages are 0, they only cost time."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Rollouts cut at max_new_tokens: trained, or left out after the advantages are known."""
+    accept: str | None = None
+    """A function of a group that says whether it is trained, as module:object or path.py:object."""
+
+
+class Pack(Section):
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
+    """Tokens per forward pass. Changes memory and speed, never the result."""
+
+
+class Eval(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: before the first step and after the last."""
+    n: Annotated[int, Field(ge=1)] = 1
+    """Rollouts per held-out prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    data: list[DataSource] = []
+    """Held-out sources; none: no evaluation."""
+
+
+class CheckpointSection(Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between commits; 0 commits only when the run ends."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """How many commits stay on disk."""
+
+
+def _own_fields(choice: Choice) -> dict[str, Any]:
+    return {name: getattr(choice, name) for name in type(choice).model_fields}

@@ -1,0 +1,64 @@
+"""The reference that a KL term is taken against.
+
+Under LoRA the policy with its adapter off: nothing is copied. Otherwise, or where it follows the policy, a copy of the
+trained parameters that takes their place for a forward pass. Following: ref = (1 − alpha)·ref + alpha·policy every
+`every` steps.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from podium.model.forward import policy_logprobs
+from podium.model.load import Policy
+from podium.records import Batch
+
+
+class Reference:
+    def __init__(
+        self, policy: Policy, parameters: Mapping[str, torch.nn.Parameter], alpha: float = 0.0, every: int = 1
+    ) -> None:
+        self._policy, self._parameters = policy, parameters
+        self._alpha, self._every = alpha, every
+        needs_copy = policy.peft is None or alpha > 0
+        self._copy = {name: p.detach().clone() for name, p in parameters.items()} if needs_copy else {}
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """`[T]` at the batch's temperature."""
+        with self._in_place():
+            return policy_logprobs(self._policy.model, batch)[0]
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """After the step numbered from 1."""
+        if self._alpha and step % self._every == 0:
+            for name, tensor in self._copy.items():
+                tensor.lerp_(self._parameters[name].detach(), self._alpha)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Empty where it can be made again from the model alone."""
+        return {f"reference.{name}": tensor for name, tensor in self._copy.items()} if self._alpha else {}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._alpha:
+            for name, tensor in self._copy.items():
+                tensor.copy_(tensors[f"reference.{name}"])
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        if not self._copy:
+            with self._policy.peft.disable_adapter():
+                yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data, self._copy[name] = self._copy[name], parameter.data
