@@ -6,7 +6,7 @@ import torch
 
 from podium.engine.inprocess import Inprocess
 from podium.loss.grpo import grpo
-from podium.records import Batch, LossOutput
+from podium.records import Batch, PolicyLoss
 from podium.rollout.single_turn import SingleTurn
 
 
@@ -36,10 +36,10 @@ class OldVersionEngine(Inprocess):
         self.policy_version = version if before is None else before
 
 
-def own_denominator(policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
+def own_denominator(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
     """Divides by the tokens of the batch at hand, not of the step."""
-    right = grpo(policy_logprobs, batch)
-    return replace(right, loss=right.loss * batch.num_loss_tokens / batch.loss_mask.sum())
+    right = grpo(policy_logprobs, old_logprobs, batch)
+    return replace(right, per_token=right.per_token * batch.num_loss_tokens / batch.loss_mask.sum())
 
 
 class ReencodingRollout(SingleTurn):

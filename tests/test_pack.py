@@ -99,3 +99,17 @@ def test_every_document_is_whole_whatever_the_limit(limit: int) -> None:
         for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
     )
     assert found == sorted(i + 1 + j + 1 for i in range(3) for j in range(4))
+
+
+def test_minibatches_hold_whole_groups_and_know_their_own_totals() -> None:
+    groups = [a_group(i, (7,), [(1,) * (i + 1)] * 2, [1.0, -1.0]) for i in range(3)]
+    batches = pack(groups, max_tokens_per_batch=99, temperature=1.0, minibatches=2)
+    # groups 0 and 2: 2·1 + 2·3 loss tokens; group 1: 2·2
+    assert [(batch.minibatch, batch.num_rollouts, batch.num_loss_tokens) for batch in batches] == [(0, 4, 8), (1, 2, 4)]
+
+
+def test_fewer_groups_than_minibatches_make_fewer_updates() -> None:
+    batches = pack(
+        [a_group(0, (7,), [(1,), (2,)], [1.0, -1.0])], max_tokens_per_batch=99, temperature=1.0, minibatches=3
+    )
+    assert [batch.minibatch for batch in batches] == [0]

@@ -8,15 +8,13 @@ import asyncio
 from statistics import median
 from typing import Any
 
-from podium.advantage._assign import assign_advantages
 from podium.data._order import OrderedData
 from podium.evaluate import held_out_groups
-from podium.lookup import find
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
-from podium.runtime._build import build_data, build_scoring, held_out_data, make_engine, make_rollout
+from podium.runtime._build import build_advantages, build_data, build_scoring, held_out_data, make_engine, make_rollout
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -49,8 +47,7 @@ async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scorin
         settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
     )
     groups = await held_out_groups(rollout, scoring, data.in_order(DRY_RUN_PROMPTS))
-    function = find("advantage", settings.advantage.name)
-    return assign_advantages(groups, lambda rewards: function(rewards, **settings.advantage.options))
+    return build_advantages(settings)(groups)
 
 
 def _section(title: str, lines: list[str]) -> str:

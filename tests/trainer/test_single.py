@@ -8,21 +8,23 @@ import pytest
 import torch
 
 from podium.errors import SplitError, TokenMismatchError
+from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
 from podium.model.load import load_policy
 from podium.pack import Document, to_batch
-from podium.records import Batch, LossOutput, Prompt, Rollout, ids_digest
+from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
-from podium.trainer._optimizer import warmed_up
+from podium.trainer._step import snapshot
 from podium.trainer.single import Single
+from tests.broken import own_denominator
 
 TEXTS = ["37 + 48 = 85\n#### 85", "37 + 48 = 86", "1", "37 + 48 = 85\n#### 86"]
 ADVANTAGES = [1.5, -0.5, -1.0, 0.25]
 
 
-def a_trainer(*, lora: bool = False, loss=grpo, lr: float = 1e-3, **options) -> Single:
+def a_trainer(*, lora: bool = False, loss=None, lr: float = 1e-3, reference=None, **options) -> Single:
     section = Model.model_validate({"device": "cpu"} if lora else {"device": "cpu", "lora": False})
-    return Single(load_policy(section, seed=0), loss, lr=lr, **options)
+    return Single(load_policy(section, seed=0), loss or Objective(grpo), 10, reference, lr=lr, **options)
 
 
 def batches(trainer: Single, split: list[list[int]]) -> list[Batch]:
@@ -125,14 +127,6 @@ def test_large_gradients_are_scaled_to_the_limit() -> None:
     assert norm == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_warm_up_rises_in_equal_parts() -> None:
-    # 1e-3 over 4 updates: a quarter, a half, three quarters, all of it
-    assert [warmed_up(1e-3, update, 4) for update in range(6)] == pytest.approx(
-        [0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3]
-    )
-    assert warmed_up(1e-3, 0, 0) == 1e-3
-
-
 def test_mismatch_is_measured_against_the_sampler() -> None:
     trainer = a_trainer()
     [batch] = batches(trainer, [[0, 1, 2, 3]])
@@ -149,15 +143,87 @@ def test_mismatch_is_measured_against_the_sampler() -> None:
     assert result.metrics["mismatch/k3"] == pytest.approx(k3, abs=1e-4)
 
 
-def mean_over_the_batch_at_hand(policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
-    """The classic mistake: each micro-batch divides by its own tokens."""
-    right = grpo(policy_logprobs, batch)
-    return replace(right, loss=right.loss * batch.num_loss_tokens / batch.loss_mask.sum())
-
-
 def test_a_loss_that_divides_by_its_own_batch_is_caught() -> None:
     with pytest.raises(SplitError, match="num_loss_tokens"):
-        step(a_trainer(loss=mean_over_the_batch_at_hand), [[0, 1, 2, 3]])
+        step(a_trainer(loss=Objective(own_denominator)), [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_the_reference_is_the_model_as_it_was_or_follows_it(lora: bool, alpha: float) -> None:
+    trainer = a_trainer(lora=lora, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(alpha, every=2))
+    [batch] = batches(trainer, [[0, 1, 2, 3]])
+    first = snapshot(trainer._model, batch)
+    steps = [step(trainer, [[0, 1, 2, 3]]) for _ in range(3)]
+    assert steps[0].metrics["kl/k3"] == pytest.approx(0, abs=1e-9)  # nothing has moved yet
+    assert steps[1].metrics["kl/k3"] > 1e-5
+    now = trainer._reference.logprobs(batch)
+    if alpha == 0:
+        assert torch.allclose(now, first, atol=1e-6)
+    else:  # after two steps it went half of the way
+        assert not torch.allclose(now, first, atol=1e-3)
+        assert not torch.allclose(now, snapshot(trainer._model, batch), atol=1e-3)
+
+
+def test_taking_the_reference_leaves_the_policy_as_it_is() -> None:
+    for lora in (False, True):
+        trainer = a_trainer(lora=lora, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(0.5))
+        step(trainer, [[0, 1, 2, 3]])
+        before = trained(trainer)
+        trainer._reference.logprobs(batches(trainer, [[0, 1, 2, 3]])[0])
+        assert all(torch.equal(before[name], p) for name, p in trainer._parameters.items())
+
+
+def test_a_moving_reference_is_part_of_the_state() -> None:
+    def fresh() -> Single:
+        return a_trainer(lora=True, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(0.3))
+
+    unbroken, restored = fresh(), fresh()
+    step(unbroken, [[0, 1, 2, 3]])
+    restored.load_state(unbroken.state())
+    for trainer in (unbroken, restored):
+        step(trainer, [[0, 1], [2, 3]])
+    one, other = unbroken.state(), restored.state()
+    assert any(name.startswith("reference.") for name in one)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_several_updates_use_one_frozen_snapshot_of_the_old_logprobs() -> None:
+    seen: list[torch.Tensor] = []
+
+    def watching(policy, old, batch):
+        seen.append(old.clone())
+        return grpo(policy, old, batch)
+
+    trainer = a_trainer(loss=Objective(watching), epochs_per_batch=3)
+    result = step(trainer, [[0, 1, 2, 3]])
+    whole = [old for old in seen if len(old) == len(seen[0])]
+    assert all(torch.equal(old, whole[0]) for old in whole)
+    assert result.metrics["optim/updates"] == 3
+    assert result.metrics["loss/ratio_var"] > 0  # the later updates have moved away from the snapshot
+
+
+def test_no_snapshot_is_taken_for_one_update(monkeypatch) -> None:
+    monkeypatch.setattr("podium.trainer.single.snapshot", lambda *_: pytest.fail("a forward pass for nothing"))
+    step(a_trainer(), [[0, 1, 2, 3]])
+
+
+def test_minibatches_are_updates_of_their_own() -> None:
+    """Two minibatches equal two steps with the same batches, the learning rate being constant."""
+    one = a_trainer(minibatches_per_step=2)
+    [left, right] = batches(one, [[0, 1], [2, 3]])
+    totals = [int(batch.loss_mask.sum()) for batch in (left, right)]
+    left = replace(left, num_loss_tokens=totals[0], num_rollouts=2, minibatch=0)
+    right = replace(right, num_loss_tokens=totals[1], num_rollouts=2, minibatch=1)
+    result = asyncio.run(one.step([left, right]))
+    two = a_trainer()
+    old = [snapshot(two._model, batch) for batch in (left, right)]
+    for batch, logprobs in zip((left, right), old, strict=True):
+        asyncio.run(two.step([replace(batch, old_logprobs=logprobs)]))
+    assert result.metrics["optim/updates"] == 2
+    assert result.num_loss_tokens == sum(totals)
+    for name, parameter in one._parameters.items():
+        assert torch.allclose(parameter, two._parameters[name], atol=1e-7), name
 
 
 def test_ids_that_were_not_sampled_are_caught() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from podium.advantage._assign import assign_advantages
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
@@ -99,6 +100,12 @@ def bind_options(function: Any, options: dict[str, Any]) -> Any:
         if hasattr(function, name):
             setattr(bound, name, getattr(function, name))
     return bound
+
+
+def build_advantages(settings: Settings) -> Any:
+    """Groups in, groups with advantages out."""
+    function = partial(find("advantage", settings.advantage.name), **settings.advantage.options)
+    return partial(assign_advantages, function=function)
 
 
 def build_objective(settings: Settings) -> Objective:

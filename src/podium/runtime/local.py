@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from podium.advantage._assign import assign_advantages
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluate import HeldOut
 from podium.ledger import Ledger
@@ -16,6 +15,7 @@ from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
+    build_advantages,
     build_data,
     build_filter,
     build_objective,
@@ -58,10 +58,7 @@ def local(
         data=data,
         rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
         reward=scoring,
-        assign_advantages=partial(
-            assign_advantages,
-            function=partial(find("advantage", settings.advantage.name), **settings.advantage.options),
-        ),
+        assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=partial(
             pack,
