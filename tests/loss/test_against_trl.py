@@ -5,7 +5,6 @@ TRL pads and runs one row a rollout, Podium packs; so this also compares the who
 """
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], Objective]] = {
 
 
 @pytest.fixture(scope="module")
-def policy() -> Iterator[Any]:
-    yield load_policy(Model.model_validate({"device": "cpu", "lora": False}), seed=0)
+def policy() -> Any:
+    return load_policy(Model.model_validate({"device": "cpu", "lora": False}), seed=0)
 
 
 def perturbed(values: torch.Tensor, mask: torch.Tensor, seed: int) -> torch.Tensor:
