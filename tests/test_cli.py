@@ -111,7 +111,7 @@ BROKEN_SETTINGS = {
     ),
     "unknown loss": (
         SETTINGS + "[loss]\nname = 'gpro'\n",
-        r"loss\.name = 'gpro' is not known; did you mean 'grpo'\? Valid: .*grpo.*",
+        r"loss\.name = 'gpro' is not known; did you mean 'g[rs]po'\? Valid: .*grpo.*",
     ),
     "unknown option": (SETTINGS + "[loss]\nclip = 1\n", r"loss\.clip is not an option of grpo; .*Valid: .*clip_low.*"),
     "no reward": (

@@ -14,6 +14,7 @@ from podium.model.load import load_policy
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
+from podium.trainer import _step as step_module
 from podium.trainer._step import snapshot
 from podium.trainer.single import Single
 from tests.broken import own_denominator
@@ -233,3 +234,65 @@ def test_ids_that_were_not_sampled_are_caught() -> None:
     changed[-2] += 1
     with pytest.raises(TokenMismatchError, match="not the ones sampled"):
         asyncio.run(trainer.step([replace(batch, token_ids=changed)]))
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, monkeypatch) -> None:
+    real, calls = step_module.policy_logprobs, []
+
+    def tight(model, batch):
+        """The first passes do not fit, the first of them after its backward pass has begun elsewhere."""
+        calls.append(batch.num_documents)
+        if batch.num_documents > 4 // 2**fails:
+            raise torch.OutOfMemoryError("too large")
+        return real(model, batch)
+
+    clean = a_trainer()
+    step(clean, [[0, 1, 2, 3]])
+    monkeypatch.setattr(step_module, "policy_logprobs", tight)
+    cut = a_trainer()
+    result = step(cut, [[0, 1, 2, 3]])
+    assert calls[: fails + 1] == [4, 2, 1][: fails + 1]
+    assert result.updated
+    assert result.metrics["pack/batches"] == 2**fails
+    for name, parameter in clean._parameters.items():
+        assert torch.allclose(parameter.grad, cut._parameters[name].grad, atol=1e-6), name
+    calls.clear()
+    step(cut, [[0, 1, 2, 3]])
+    assert max(calls) <= 4 // 2**fails  # remembered: no second failure
+
+
+def test_out_of_memory_in_the_second_batch_leaves_nothing_of_the_first_attempt(monkeypatch) -> None:
+    real = step_module.policy_logprobs
+    monkeypatch.setattr(
+        step_module,
+        "policy_logprobs",
+        lambda model, batch: (
+            (_ for _ in ()).throw(torch.OutOfMemoryError("x")) if batch.num_documents > 2 else real(model, batch)
+        ),
+    )
+    cut, clean = a_trainer(), a_trainer()
+    step(cut, [[0], [1, 2, 3]])  # the gradient of the first batch is there when the second fails
+    monkeypatch.setattr(step_module, "policy_logprobs", real)
+    step(clean, [[0], [1, 2, 3]])
+    for name, parameter in clean._parameters.items():
+        assert torch.allclose(parameter.grad, cut._parameters[name].grad, atol=1e-6), name
+
+
+def test_a_single_document_that_does_not_fit_is_an_error(monkeypatch) -> None:
+    def never(model, batch):
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(step_module, "policy_logprobs", never)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(a_trainer(), [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradient(lora: bool) -> None:
+    plain, checkpointed = a_trainer(lora=lora), a_trainer(lora=lora, gradient_checkpointing=True)
+    for trainer in (plain, checkpointed):
+        step(trainer, [[0, 1, 2, 3]])
+    assert checkpointed._model.is_gradient_checkpointing
+    for name, parameter in plain._parameters.items():
+        assert torch.allclose(parameter.grad, checkpointed._parameters[name].grad, atol=1e-6), name

@@ -15,6 +15,36 @@ from podium.stages import Loss
 from podium.trainer._checks import check_ids, check_split
 
 
+def gradients_of_update(
+    model: PreTrainedModel, batches: Sequence[Batch], loss: Loss, halvings: int
+) -> tuple[dict[str, float], int]:
+    """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
+
+    Out of memory, all batches are cut once more and the whole update is done again from a clean gradient: it is the
+    same gradient, since shares add up. A single document that does not fit is more than can be helped.
+    """
+    while True:
+        parts = [part for batch in batches for part in halved(batch, halvings)]
+        model.zero_grad(set_to_none=True)
+        try:
+            return accumulate_gradients(model, parts, loss), halvings
+        except torch.OutOfMemoryError:
+            if all(part.num_documents == 1 for part in parts):
+                raise
+        halvings += 1  # outside the handler: the exception holds on to the failed pass's memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def halved(batch: Batch, times: int) -> list[Batch]:
+    """The batch in at most 2^times parts of whole documents."""
+    if times == 0 or batch.num_documents == 1:
+        return [batch]
+    middle = batch.num_documents // 2
+    halves = (batch.documents(0, middle), batch.documents(middle, batch.num_documents))
+    return [part for half in halves for part in halved(half, times - 1)]
+
+
 def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     """Leaves the step's gradient on the parameters and returns its metrics."""
     totals: dict[str, torch.Tensor] = {}

@@ -26,7 +26,7 @@ from podium.stages import Loss
 from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
-from podium.trainer._step import accumulate_gradients, snapshot
+from podium.trainer._step import gradients_of_update, halved, snapshot
 
 
 class Single:
@@ -49,6 +49,7 @@ class Single:
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
         epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
         minibatches_per_step: Annotated[int, Field(ge=1, description="updates in one pass")] = 1,
+        gradient_checkpointing: Annotated[bool, Field(description="less memory, about a third more time")] = False,
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
@@ -60,6 +61,11 @@ class Single:
         self._reference = None if reference is None else Reference(policy, self._parameters, **asdict(reference))
         self._num_steps = 0
         """Steps that made at least one update."""
+        self._halvings = 0
+        """How often batches are cut in two because they did not fit into memory."""
+        if gradient_checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            self._model.enable_input_require_grads()
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         return await on_device_thread(self._step, batches)
@@ -119,7 +125,7 @@ class Single:
             | {
                 "optim/lr": lr,
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
-                "pack/batches": float(len(batches)),
+                "pack/batches": float(sum(len(halved(batch, self._halvings)) for batch in batches)),
                 "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
             },
         )
@@ -135,9 +141,8 @@ class Single:
 
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """One optimizer step; a gradient that is not finite makes none."""
-        self._optimizer.zero_grad(set_to_none=True)
         self._model.train()
-        metrics = accumulate_gradients(self._model, batches, self._loss)
+        metrics, self._halvings = gradients_of_update(self._model, batches, self._loss, self._halvings)
         self._model.eval()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
