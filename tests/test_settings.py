@@ -57,6 +57,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "max_grad_norm": 1.0,
             "epochs_per_batch": 1,
             "minibatches_per_step": 1,
+            "precision": "float32",
             "gradient_checkpointing": False,
         },
         "sync": {"name": "shared"},

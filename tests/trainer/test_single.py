@@ -14,8 +14,7 @@ from podium.model.load import load_policy
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
-from podium.trainer import _step as step_module
-from podium.trainer._step import snapshot
+from podium.trainer import single as single_module
 from podium.trainer.single import Single
 from tests.broken import own_denominator
 
@@ -154,7 +153,7 @@ def test_a_loss_that_divides_by_its_own_batch_is_caught() -> None:
 def test_the_reference_is_the_model_as_it_was_or_follows_it(lora: bool, alpha: float) -> None:
     trainer = a_trainer(lora=lora, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(alpha, every=2))
     [batch] = batches(trainer, [[0, 1, 2, 3]])
-    first = snapshot(trainer._model, batch)
+    first = trainer._snapshot(batch)
     steps = [step(trainer, [[0, 1, 2, 3]]) for _ in range(3)]
     assert steps[0].metrics["kl/k3"] == pytest.approx(0, abs=1e-9)  # nothing has moved yet
     assert steps[1].metrics["kl/k3"] > 1e-5
@@ -163,7 +162,7 @@ def test_the_reference_is_the_model_as_it_was_or_follows_it(lora: bool, alpha: f
         assert torch.allclose(now, first, atol=1e-6)
     else:  # after two steps it went half of the way
         assert not torch.allclose(now, first, atol=1e-3)
-        assert not torch.allclose(now, snapshot(trainer._model, batch), atol=1e-3)
+        assert not torch.allclose(now, trainer._snapshot(batch), atol=1e-3)
 
 
 def test_taking_the_reference_leaves_the_policy_as_it_is() -> None:
@@ -205,7 +204,7 @@ def test_several_updates_use_one_frozen_snapshot_of_the_old_logprobs() -> None:
 
 
 def test_no_snapshot_is_taken_for_one_update(monkeypatch) -> None:
-    monkeypatch.setattr("podium.trainer.single.snapshot", lambda *_: pytest.fail("a forward pass for nothing"))
+    monkeypatch.setattr(Single, "_snapshot", lambda *_: pytest.fail("a forward pass for nothing"))
     step(a_trainer(), [[0, 1, 2, 3]])
 
 
@@ -218,7 +217,7 @@ def test_minibatches_are_updates_of_their_own() -> None:
     right = replace(right, num_loss_tokens=totals[1], num_rollouts=2, minibatch=1)
     result = asyncio.run(one.step([left, right]))
     two = a_trainer()
-    old = [snapshot(two._model, batch) for batch in (left, right)]
+    old = [two._snapshot(batch) for batch in (left, right)]
     for batch, logprobs in zip((left, right), old, strict=True):
         asyncio.run(two.step([replace(batch, old_logprobs=logprobs)]))
     assert result.metrics["optim/updates"] == 2
@@ -238,18 +237,18 @@ def test_ids_that_were_not_sampled_are_caught() -> None:
 
 @pytest.mark.parametrize("fails", [1, 2])
 def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, monkeypatch) -> None:
-    real, calls = step_module.policy_logprobs, []
+    real, calls = single_module.policy_logprobs, []
 
-    def tight(model, batch):
+    def tight(model, batch, dtype):
         """The first passes do not fit, the first of them after its backward pass has begun elsewhere."""
         calls.append(batch.num_documents)
         if batch.num_documents > 4 // 2**fails:
             raise torch.OutOfMemoryError("too large")
-        return real(model, batch)
+        return real(model, batch, dtype)
 
     clean = a_trainer()
     step(clean, [[0, 1, 2, 3]])
-    monkeypatch.setattr(step_module, "policy_logprobs", tight)
+    monkeypatch.setattr(single_module, "policy_logprobs", tight)
     cut = a_trainer()
     result = step(cut, [[0, 1, 2, 3]])
     assert calls[: fails + 1] == [4, 2, 1][: fails + 1]
@@ -263,27 +262,27 @@ def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, 
 
 
 def test_out_of_memory_in_the_second_batch_leaves_nothing_of_the_first_attempt(monkeypatch) -> None:
-    real = step_module.policy_logprobs
+    real = single_module.policy_logprobs
     monkeypatch.setattr(
-        step_module,
+        single_module,
         "policy_logprobs",
-        lambda model, batch: (
-            (_ for _ in ()).throw(torch.OutOfMemoryError("x")) if batch.num_documents > 2 else real(model, batch)
+        lambda model, batch, dtype: (
+            (_ for _ in ()).throw(torch.OutOfMemoryError("x")) if batch.num_documents > 2 else real(model, batch, dtype)
         ),
     )
     cut, clean = a_trainer(), a_trainer()
     step(cut, [[0], [1, 2, 3]])  # the gradient of the first batch is there when the second fails
-    monkeypatch.setattr(step_module, "policy_logprobs", real)
+    monkeypatch.setattr(single_module, "policy_logprobs", real)
     step(clean, [[0], [1, 2, 3]])
     for name, parameter in clean._parameters.items():
         assert torch.allclose(parameter.grad, cut._parameters[name].grad, atol=1e-6), name
 
 
 def test_a_single_document_that_does_not_fit_is_an_error(monkeypatch) -> None:
-    def never(model, batch):
+    def never(model, batch, dtype):
         raise torch.OutOfMemoryError("too large")
 
-    monkeypatch.setattr(step_module, "policy_logprobs", never)
+    monkeypatch.setattr(single_module, "policy_logprobs", never)
     with pytest.raises(torch.OutOfMemoryError):
         step(a_trainer(), [[0, 1, 2, 3]])
 
@@ -296,3 +295,14 @@ def test_gradient_checkpointing_gives_the_same_gradient(lora: bool) -> None:
     assert checkpointed._model.is_gradient_checkpointing
     for name, parameter in plain._parameters.items():
         assert torch.allclose(parameter.grad, checkpointed._parameters[name].grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_bfloat16_products_change_the_gradient_by_little_and_the_weights_stay_float32(lora: bool) -> None:
+    plain, half = a_trainer(lora=lora), a_trainer(lora=lora, precision="bfloat16")
+    for trainer in (plain, half):
+        step(trainer, [[0, 1, 2, 3]])
+    assert all(p.dtype == torch.float32 for p in half._parameters.values())
+    one, other = (torch.cat([p.grad.flatten() for p in trainer._parameters.values()]) for trainer in (plain, half))
+    assert not torch.equal(one, other)
+    assert float((one - other).norm() / one.norm()) < 0.1

@@ -1,8 +1,9 @@
 """Attention for packed rows, registered with transformers under the name "podium".
 
 In: queries, keys and values of one row `[1, heads, T, head_dim]` that holds several documents, and where they start.
-Out: what each document would give alone. Without documents (an engine's prefill and decode) it is plain SDPA.
-transformers makes no mask for an attention that it does not know, so none of size `[T, T]` ever exists.
+Out: what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of
+a padded table. Without documents (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
+attention that it does not know, so none of size `[T, T]` ever exists.
 """
 
 from dataclasses import dataclass
@@ -26,11 +27,14 @@ class Documents:
     longest: int
     places: torch.Tensor
     """int64 `[T]`, the token's place in the flattened table."""
+    starts: torch.Tensor
+    """int32 `[documents + 1]` on the tokens' device."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Documents":
         longest = batch.max_document_tokens
-        return cls(batch.num_documents, longest, batch.document_ids * longest + batch.position_ids)
+        places = batch.document_ids * longest + batch.position_ids
+        return cls(batch.num_documents, longest, places, batch.cu_seqlens.to(places.device))
 
 
 def packed_attention(module, query, key, value, attention_mask, documents: Documents | None = None, **kwargs):
@@ -40,11 +44,36 @@ def packed_attention(module, query, key, value, attention_mask, documents: Docum
         raise InputError(
             "this model soft-caps its attention scores, which Podium's attention does not do; use another model"
         )
+    if documents is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _by_kernel(module, query, key, value, documents, window, kwargs["scaling"]), None
     if documents is not None:
         return _by_document(module, query, key, value, documents, window, kwargs["scaling"]), None
     if window is not None and key.shape[2] > window:
         attention_mask = _within_window(attention_mask, query, key, window)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _by_kernel(module, query, key, value, documents: Documents, window: int | None, scaling: float) -> torch.Tensor:
+    """No padding at all. The kernel wants as many key heads as query heads (torch 2.11 has no other form)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    span = (-1 if window is None else window - 1, 0)  # keys to the left and to the right of a query
+    out = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        documents.starts,
+        documents.starts,
+        documents.longest,
+        documents.longest,
+        scale=scaling,
+        window_size=span,
+    )
+    return out.unsqueeze(0)  # type: ignore[union-attr]
 
 
 def _by_document(module, query, key, value, documents: Documents, window: int | None, scaling: float) -> torch.Tensor:

@@ -12,15 +12,24 @@ from podium.model.logprobs import token_logprobs
 from podium.records import Batch
 
 
-def policy_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs, entropies) at the batch's temperature; the logprob of token t comes from the state at t − 1."""
-    hidden = model.get_decoder()(
-        input_ids=batch.token_ids[None],
-        position_ids=batch.position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        documents=Documents.of(batch),
-    ).last_hidden_state[0]
+def policy_logprobs(
+    model: PreTrainedModel, batch: Batch, compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropies) at the batch's temperature; the logprob of token t comes from the state at t − 1.
+
+    `compute_dtype` is that of the matrix products where it is not the weights'; logits and what follows are float32.
+    """
+    device = batch.token_ids.device.type
+    with torch.autocast(device, dtype=compute_dtype, enabled=compute_dtype is not None):
+        hidden = model.get_decoder()(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            documents=Documents.of(batch),
+        ).last_hidden_state[0]
+    if compute_dtype is not None:
+        hidden = hidden.to(compute_dtype)
     places = batch.loss_mask.nonzero()[:, 0]
     chosen, entropy = token_logprobs(
         hidden[places - 1],
@@ -34,7 +43,9 @@ def policy_logprobs(model: PreTrainedModel, batch: Batch) -> tuple[torch.Tensor,
 
 
 @torch.no_grad()
-def sequence_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+def sequence_logprobs(
+    model: PreTrainedModel, token_ids: list[int], compute_dtype: torch.dtype | None = None
+) -> list[float]:
     """Logprobs of `token_ids[1:]` at temperature 1, as one document."""
     device = head_weight(model).device
     length = len(token_ids)
@@ -52,7 +63,7 @@ def sequence_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[floa
         answer_starts=(1,),
         digests=("",),
     )
-    return policy_logprobs(model, batch)[0][1:].tolist()
+    return policy_logprobs(model, batch, compute_dtype)[0][1:].tolist()
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -14,7 +14,10 @@ MAX_CHUNK_ELEMENTS = 1 << 24
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
     """Float32 logits; engine and trainer both use this, so that they round alike."""
-    logits = (hidden @ weight.t()).float()
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bfloat16 costs 2 digits
+    else:
+        logits = (hidden @ weight.t()).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -27,6 +30,7 @@ def token_logprobs(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob, entropy) of each row's target."""
+    weight = weight.to(hidden.dtype)
     return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, softcap)  # type: ignore[return-value]
 
 

@@ -23,6 +23,7 @@ from podium.run_folder import RunFolder
 from podium.sections import Choice, CorrectionSection, DataSource
 from podium.settings import Settings
 from podium.stages import Engine, Stages
+from podium.sync._probe import TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ def probe_ids(data: OrderedData) -> list[int]:
     """Fixed tokens for the parity probe: the first prompts, one after the other."""
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
     return (ids * 2)[: max(2, min(64, len(ids)))]
+
+
+def parity_tolerance(settings: Settings) -> float:
+    """Wider where either side computes in bfloat16."""
+    dtypes = {settings.model.dtype, settings.trainer.options.get("precision", "float32")}
+    return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:

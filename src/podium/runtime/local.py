@@ -26,12 +26,12 @@ from podium.runtime._build import (
     held_out_data,
     make_engine,
     make_rollout,
+    parity_tolerance,
     probe_ids,
     run_card,
 )
 from podium.settings import Settings
 from podium.stages import Stages
-from podium.sync._probe import TOLERANCE
 
 
 def local(
@@ -69,7 +69,7 @@ def local(
         ),
         trainer=trainer,
         sync=find("sync", settings.sync.name)(
-            trainer, engine, probe_ids(data), TOLERANCE[settings.model.dtype], **settings.sync.options
+            trainer, engine, probe_ids(data), parity_tolerance(settings), **settings.sync.options
         ),
         checkpoint=FolderCheckpoint(
             folder,

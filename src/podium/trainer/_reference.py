@@ -6,29 +6,35 @@ trained parameters that takes their place for a forward pass. Following: ref = (
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
-from podium.model.forward import policy_logprobs
-from podium.model.load import Policy
 from podium.records import Batch
 
 
 class Reference:
+    """`logprobs_of` gives the policy's logprobs; `peft` is its PEFT model, or None for full weights."""
+
     def __init__(
-        self, policy: Policy, parameters: Mapping[str, torch.nn.Parameter], alpha: float = 0.0, every: int = 1
+        self,
+        logprobs_of: Callable[[Batch], torch.Tensor],
+        peft: Any,
+        parameters: Mapping[str, torch.nn.Parameter],
+        alpha: float = 0.0,
+        every: int = 1,
     ) -> None:
-        self._policy, self._parameters = policy, parameters
+        self._logprobs_of, self._peft, self._parameters = logprobs_of, peft, parameters
         self._alpha, self._every = alpha, every
-        needs_copy = policy.peft is None or alpha > 0
+        needs_copy = peft is None or alpha > 0
         self._copy = {name: p.detach().clone() for name, p in parameters.items()} if needs_copy else {}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """`[T]` at the batch's temperature."""
         with self._in_place():
-            return policy_logprobs(self._policy.model, batch)[0]
+            return self._logprobs_of(batch)
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -50,7 +56,7 @@ class Reference:
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
         if not self._copy:
-            with self._policy.peft.disable_adapter():
+            with self._peft.disable_adapter():
                 yield
             return
         self._swap()

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from podium.model.forward import policy_logprobs
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
 from podium.trainer._checks import check_ids, check_split
 
+LogprobsOf = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+"""A batch in, the policy's logprobs and entropies `[T]` out."""
+
 
 def gradients_of_update(
-    model: PreTrainedModel, batches: Sequence[Batch], loss: Loss, halvings: int
+    logprobs_of: LogprobsOf, model: PreTrainedModel, batches: Sequence[Batch], loss: Loss, halvings: int
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
@@ -27,7 +29,7 @@ def gradients_of_update(
         parts = [part for batch in batches for part in halved(batch, halvings)]
         model.zero_grad(set_to_none=True)
         try:
-            return accumulate_gradients(model, parts, loss), halvings
+            return accumulate_gradients(logprobs_of, parts, loss), halvings
         except torch.OutOfMemoryError:
             if all(part.num_documents == 1 for part in parts):
                 raise
@@ -45,12 +47,12 @@ def halved(batch: Batch, times: int) -> list[Batch]:
     return [part for half in halves for part in halved(half, times - 1)]
 
 
-def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
+def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     """Leaves the step's gradient on the parameters and returns its metrics."""
     totals: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(batches):
         check_ids(batch)
-        logprobs, entropy = policy_logprobs(model, batch)
+        logprobs, entropy = logprobs_of(batch)
         if number == 0:
             check_split(loss, logprobs, batch)
         output = loss(logprobs, batch)
@@ -60,12 +62,6 @@ def accumulate_gradients(model: PreTrainedModel, batches: Sequence[Batch], loss:
     metrics = {name: float(total) for name, total in totals.items()}
     variance = metrics.pop("ratio_squared") - metrics["loss/ratio_mean"] ** 2
     return metrics | {"loss/ratio_var": max(0.0, variance)}
-
-
-@torch.no_grad()
-def snapshot(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """The policy's logprobs as they are now, `[T]`."""
-    return policy_logprobs(model, batch)[0]
 
 
 def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:

@@ -11,14 +11,14 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
 from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import sequence_logprobs
+from podium.model.forward import policy_logprobs, sequence_logprobs
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
@@ -26,7 +26,7 @@ from podium.stages import Loss
 from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
-from podium.trainer._step import gradients_of_update, halved, snapshot
+from podium.trainer._step import gradients_of_update, halved
 
 
 class Single:
@@ -49,6 +49,10 @@ class Single:
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
         epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
         minibatches_per_step: Annotated[int, Field(ge=1, description="updates in one pass")] = 1,
+        precision: Annotated[
+            Literal["float32", "bfloat16"],
+            Field(description="of the matrix products; weights, logits, loss and optimizer stay as they are"),
+        ] = "float32",
         gradient_checkpointing: Annotated[bool, Field(description="less memory, about a third more time")] = False,
     ) -> None:
         assert lr is not None, "resolved by the settings"
@@ -58,7 +62,10 @@ class Single:
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._optimizer = make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-        self._reference = None if reference is None else Reference(policy, self._parameters, **asdict(reference))
+        self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
+        self._reference = (
+            None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
+        )
         self._num_steps = 0
         """Steps that made at least one update."""
         self._halvings = 0
@@ -71,7 +78,7 @@ class Single:
         return await on_device_thread(self._step, batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(sequence_logprobs, self._model, list(token_ids))
+        return await on_device_thread(sequence_logprobs, self._model, list(token_ids), self._compute_dtype)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._policy.named_weights()
@@ -134,15 +141,23 @@ class Single:
         """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
         made = list(batches)
         if self._has_several_updates and self._loss.takes_snapshot:
-            made = [replace(batch, old_logprobs=snapshot(self._model, batch)) for batch in made]
+            made = [replace(batch, old_logprobs=self._snapshot(batch)) for batch in made]
         if self._reference:
             made = [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in made]
         return self._loss.prepare(made)
 
+    def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return policy_logprobs(self._model, batch, self._compute_dtype)
+
+    @torch.no_grad()
+    def _snapshot(self, batch: Batch) -> torch.Tensor:
+        """The policy's logprobs as they are now, `[T]`."""
+        return self._logprobs(batch)[0]
+
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """One optimizer step; a gradient that is not finite makes none."""
         self._model.train()
-        metrics, self._halvings = gradients_of_update(self._model, batches, self._loss, self._halvings)
+        metrics, self._halvings = gradients_of_update(self._logprobs, self._model, batches, self._loss, self._halvings)
         self._model.eval()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
