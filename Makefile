@@ -31,7 +31,7 @@ benchmark: $(VENV)/.test
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Podium needs Python 3.11 or newer; try make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
 $(VENV)/.core: $(BIN)/python $(SOURCES)
 	@echo "Installing torch and transformers into $(VENV), once: a few minutes"
@@ -46,4 +46,4 @@ $(VENV)/.test: $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis

@@ -1,12 +1,15 @@
 """Damage is found by its hash; the previous checkpoint is used, or the run stops: it is never started over."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from podium import checkpoint
 from podium.checkpoint import find_damage
 from podium.cli import main
+from podium.errors import CheckpointError
 from podium.run import train
 from podium.settings import Settings
 from tests.conftest import small_tables
@@ -32,6 +35,7 @@ DAMAGES = {
     "missing manifest": lambda place: (place / "manifest.json").unlink(),
     "garbage manifest": lambda place: (place / "manifest.json").write_text("{]"),
     "manifest of another kind": lambda place: (place / "manifest.json").write_text("[1]"),
+    "empty manifest": lambda place: (place / "manifest.json").write_text("{}"),
 }
 
 
@@ -61,6 +65,73 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(finished: P
         flip_a_bit(place / "trainer.safetensors")
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
     assert "the run is not started over" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(finished: Path, capsys) -> None:
+    before = (finished / "metrics.jsonl").read_text()
+    shutil.rmtree(finished / "checkpoints")
+    assert main(["resume", str(finished), "--run.steps=5"]) == 1
+    assert "are gone, and it had some" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_folder_that_cannot_be_read_is_an_error(finished: Path, capsys, monkeypatch) -> None:
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("podium.checkpoint.os.scandir", refuse)
+    assert main(["resume", str(finished), "--run.steps=5"]) == 1
+    assert "cannot be read: Permission denied" in capsys.readouterr().err
+
+
+def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(finished: Path) -> None:
+    assert main(["resume", str(finished), "--step", "2", "--run.steps=3"]) == 0
+    names = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert names[-2:] == ["step-000002", "step-000003"]
+    assert [name.startswith("aside-step-000004-") for name in names] == [True, False, False]
+
+
+def test_killed_while_going_back_the_next_resume_still_works(finished: Path, monkeypatch) -> None:
+    """The newer checkpoint is set aside before the ledger is cut."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    monkeypatch.setattr("podium.ledger.os.truncate", kill)
+    with pytest.raises(Killed):
+        main(["resume", str(finished), "--step", "2", "--run.steps=5"])
+    monkeypatch.undo()
+    assert main(["resume", str(finished), "--run.steps=5"]) == 0
+
+
+def test_fewer_steps_than_the_run_has_are_refused(finished: Path, capsys) -> None:
+    assert main(["resume", str(finished), "--run.steps=1"]) == 2
+    assert "the run has 4 steps already" in capsys.readouterr().err
+
+
+def test_another_adapter_shape_is_refused(finished: Path, capsys) -> None:
+    assert main(["resume", str(finished), "--model.lora.r=8", "--allow-change", "model.lora.r", "--run.steps=5"]) == 1
+    assert "other weights than this model trains" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: Path, capsys, monkeypatch) -> None:
+    real = checkpoint.save_file
+
+    def full(tensors, path):
+        if "step-000004" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train(Settings.from_dict(small_tables(tmp_path / "run")))
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert names == ["step-000002"]
+    assert find_damage(tmp_path / "run" / "checkpoints" / "step-000002") is None
 
 
 def test_a_changed_ledger_is_found_and_nothing_is_cut(finished: Path, capsys) -> None:

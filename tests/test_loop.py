@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from podium.errors import StalledError
 from podium.loop import by_step, train
 from podium.records import Group, Plan, Prompt, Rollout, RunState, UpdateResult
 from podium.stages import Stages
@@ -154,6 +157,26 @@ def test_a_resumed_run_pushes_first_and_goes_on_at_the_frontier() -> None:
     state, log = run(Plan(steps=4, prompts_per_step=2, rollouts_per_prompt=2), start=3)
     assert log[:3] == [("start", 3), ("push", 3), ("train", (6, 7))]
     assert state.step == 4
+
+
+def test_a_signal_in_the_last_window_changes_nothing_any_more() -> None:
+    state, log = run(Plan(steps=2, prompts_per_step=1, rollouts_per_prompt=2), stop_after=2)
+    assert state.step == 2
+    assert log[-1] == ("finish", 2)
+
+
+def test_a_signal_before_the_first_step_ends_the_run_without_an_evaluation() -> None:
+    state, log = run(Plan(steps=2, prompts_per_step=1, rollouts_per_prompt=2), stop_after=0)
+    assert state.step == 0
+    assert log == [("start", 0), ("push", 0), ("commit", 0)]
+
+
+def test_a_run_that_changes_nothing_any_more_is_given_up_after_a_commit() -> None:
+    plan = Plan(steps=9, prompts_per_step=1, rollouts_per_prompt=2, max_skipped_steps=3)
+    notes = Notes(plan, updates=False)
+    with pytest.raises(StalledError, match="none of the last 3 steps"):
+        asyncio.run(train(notes.stages(), plan))
+    assert notes.log[-1] == ("commit", 3)
 
 
 def test_a_signal_ends_the_run_after_a_commit_and_without_a_final_model() -> None:

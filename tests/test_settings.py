@@ -21,6 +21,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "seed": 0,
             "prompts_per_step": 16,
             "rollouts_per_prompt": 8,
+            "max_skipped_steps": 50,
             "sync_every": 1,
         },
         "model": {
@@ -102,6 +103,7 @@ name = "exact"
 betas = [0.8, 0.9]
 [eval]
 every = 5
+temperature = 0.5
 top_k = 3
 [[eval.data]]
 split = "held_out"
@@ -140,7 +142,7 @@ def test_settings_reach_the_plan_and_the_options(tmp_path: Path) -> None:
 def test_training_on_a_cut_distribution_is_refused_and_evaluation_on_one_is_not(key: str) -> None:
     assert complaint({"rollout": {key: 1}}).startswith(f"rollout.{key} = 1")
     assert "wrong in silence" in complaint({"rollout": {key: 1}})
-    Settings.from_dict({"eval": {key: 1}})
+    Settings.from_dict({"eval": {key: 1, "temperature": 0.7, "data": [{"name": "arithmetic"}]}})
 
 
 def test_the_learning_rate_follows_what_is_trained_unless_it_is_given() -> None:
@@ -162,8 +164,8 @@ TOP = (
         ({"lr": 1e-5}, f"lr is not a setting; valid here: {TOP}"),
         (
             {"run": {"stepz": 1}},
-            "run.stepz is not a setting; valid here: epochs, folder, name, prompts_per_step, rollouts_per_prompt, "
-            "seed, steps, sync_every",
+            "run.stepz is not a setting; valid here: epochs, folder, max_skipped_steps, name, prompts_per_step, "
+            "rollouts_per_prompt, seed, steps, sync_every",
         ),
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, dropout, r, targets"),
         (
@@ -372,3 +374,11 @@ def test_every_example_is_valid(path: Path) -> None:
 
 def test_there_is_an_example() -> None:
     assert EXAMPLES
+
+
+@pytest.mark.parametrize("key", ["n", "top_k", "top_p"])
+def test_an_evaluation_setting_that_would_have_no_effect_is_refused(key: str) -> None:
+    value = 0.5 if key == "top_p" else 2
+    assert complaint({"eval": {key: value}}).startswith(f"eval.{key} has no effect without")
+    greedy = {"eval": {key: value, "data": [{"name": "arithmetic"}]}}
+    assert complaint(greedy).startswith(f"eval.{key} has no effect on greedy rollouts")

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from podium.data._order import OrderedData
-from podium.evaluate import held_out_groups
+from podium.evaluation import held_out_groups
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError, InputError
@@ -26,10 +28,12 @@ from podium.stages import Trainer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FILES = {"state.json", "trainer.safetensors"}
+"""What the manifest lists."""
 
 
 class FolderCheckpoint:
-    """`on_restored` is told what was found: the reports and the console say it."""
+    """`warn` is told of a checkpoint that is damaged."""
 
     def __init__(
         self,
@@ -50,8 +54,7 @@ class FolderCheckpoint:
         self._last_committed: int | None = None
 
     async def restore_or_start(self) -> RunState:
-        for leftover in self._folder.checkpoints.glob("*.tmp-*"):
-            shutil.rmtree(leftover)
+        self._folder.clean_up()
         chosen = self._choose()
         if chosen is None:
             self._ledger.rewind(None)
@@ -64,10 +67,11 @@ class FolderCheckpoint:
         if saved["data_fingerprint"] != self._data_fingerprint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         self._trainer.load_state(load_file(chosen / "trainer.safetensors"))
-        self._ledger.rewind(saved["ledger"])
         state = RunState(**saved["state"])
+        self._ledger.check(saved["ledger"])
+        self._set_aside(state.step)  # before the ledger is cut: killed in between, this one is still the newest
+        self._ledger.rewind(saved["ledger"])
         self._last_committed = state.step
-        self._set_aside(state.step)
         self._folder.event("restored", step=state.step, checkpoint=chosen.name)
         return state
 
@@ -79,7 +83,13 @@ class FolderCheckpoint:
     async def commit(self, state: RunState) -> None:
         if self._last_committed == state.step:
             return
-        await asyncio.to_thread(self._write, state)
+        try:
+            await asyncio.to_thread(self._write, state)
+        except (OSError, SafetensorError) as error:
+            self._folder.clean_up()
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} cannot be written: {error}; the ones before it are untouched"
+            ) from None
         self._last_committed = state.step
         self._folder.event("committed", step=state.step)
         self._retire()
@@ -107,9 +117,8 @@ class FolderCheckpoint:
         (unfinished / "state.json").write_text(json.dumps(saved, indent=1))
         files = {path.name: describe_file(path) for path in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps(files, indent=1))
-        for path in (*unfinished.iterdir(), self._folder.metrics, unfinished):
-            if path.exists():
-                flush(path)
+        for path in (*unfinished.iterdir(), unfinished, *self._ledger.unflushed()):
+            flush(path)
         unfinished.rename(place)
         flush(place.parent)
 
@@ -145,6 +154,10 @@ class FolderCheckpoint:
             raise CheckpointError(
                 f"every checkpoint in {self._folder.checkpoints} is damaged; the run is not started over"
             )
+        if self._folder.has_event("committed"):
+            raise CheckpointError(
+                f"the checkpoints of {self._folder.path} are gone, and it had some; the run is not started over"
+            )
         return None
 
     def _set_aside(self, newer_than: int) -> None:
@@ -154,17 +167,28 @@ class FolderCheckpoint:
                 place.rename(place.with_name(f"aside-{place.name}-{time.time_ns()}"))
 
     def _all(self) -> list[Path]:
-        return sorted(path for path in self._folder.checkpoints.glob("step-*") if ".tmp-" not in path.name)
+        """By step. A folder that cannot be read is an error, never "no checkpoints"."""
+        if not self._folder.checkpoints.exists():
+            return []
+        try:
+            names = [entry.name for entry in os.scandir(self._folder.checkpoints)]
+        except OSError as error:
+            raise CheckpointError(f"{self._folder.checkpoints} cannot be read: {error.strerror}") from None
+        steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+        return [self._folder.checkpoints / f"step-{step:06d}" for step in steps]
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())
+        if set(files) != FILES:
+            return f"{MANIFEST} does not list the files that a checkpoint has"
         for name, expected in files.items():
             if describe_file(checkpoint / name) != expected:
                 return f"{name} is not what was written"

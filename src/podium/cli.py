@@ -72,12 +72,15 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     is_run = (target / "settings.toml").is_file()
     if options.settings is None and not is_run:
         raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
-    tables = override(read_toml(options.settings or target / "settings.toml"), overrides)
+    tables = read_toml(options.settings or target / "settings.toml")
+    if is_run:
+        tables["model"] = read_toml(target / "settings.toml")["model"]  # the run's weights belong to its own model
+    tables = override(tables, overrides)
     weights = target / "final" if is_run else None
     if weights is not None and not weights.is_dir():
         raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
     if not is_run:
-        tables.setdefault("model", {}).update(name=options.model, lora=False)
+        tables.setdefault("model", {})["name"] = options.model
     settings = Settings.from_dict(tables)
     from podium.run import evaluate as run
 

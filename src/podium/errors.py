@@ -26,6 +26,10 @@ class TokenMismatchError(PodiumError):
     """The ids about to be trained are not the ids that the engine sampled."""
 
 
+class StalledError(PodiumError):
+    """Many steps in a row changed nothing."""
+
+
 class RewardContractError(PodiumError):
     """A reward returned something that its contract does not allow."""
 

@@ -22,6 +22,7 @@ class Ledger:
         self._metrics_bytes = 0
         self._rollouts_hash = hashlib.sha256()
         self._rollout_files = 0
+        self._written: set[Path] = set()
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """To metrics.jsonl."""
@@ -30,6 +31,7 @@ class Ledger:
             file.write(data)
         self._metrics_hash.update(data)
         self._metrics_bytes += len(data)
+        self._written.add(self._folder.metrics)
 
     def add_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """To rollouts/step-000001.jsonl, one line a rollout."""
@@ -38,6 +40,7 @@ class Ledger:
         self._step_file(step).write_bytes(data)
         self._rollouts_hash.update(data)
         self._rollout_files += 1
+        self._written |= {self._step_file(step), self._folder.rollouts}
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint remembers."""
@@ -48,10 +51,27 @@ class Ledger:
             "rollouts_sha256": self._rollouts_hash.hexdigest(),
         }
 
+    def unflushed(self) -> list[Path]:
+        """Files and folders written since the last call, for a checkpoint to flush to disk."""
+        paths, self._written = self._written, set()
+        return [path for path in sorted(paths) if path.exists()]
+
+    def check(self, position: Mapping[str, Any]) -> None:
+        """What stood there at the remembered position still does; changes nothing."""
+        Ledger(self._folder)._read_up_to(position)
+
     def rewind(self, position: Mapping[str, Any] | None) -> None:
         """Back to a remembered position; None is the start of the run. Cuts only once the rest is proven unchanged."""
         length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
-        paths = sorted(self._folder.rollouts.glob("step-*.jsonl"))
+        self._read_up_to(position)
+        if self._folder.metrics.exists():
+            os.truncate(self._folder.metrics, length)
+        for path in self._rollout_paths()[files:]:
+            path.unlink()
+
+    def _read_up_to(self, position: Mapping[str, Any] | None) -> None:
+        length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
+        paths = self._rollout_paths()
         kept = self._folder.metrics.read_bytes()[:length] if length else b""
         self._metrics_hash, self._metrics_bytes = hashlib.sha256(kept), len(kept)
         self._rollouts_hash, self._rollout_files = hashlib.sha256(), min(files, len(paths))
@@ -62,10 +82,9 @@ class Ledger:
                 f"metrics.jsonl or rollouts/ in {self._folder.path} was changed since the checkpoint; "
                 "restore those files, or start a new run"
             )
-        if self._folder.metrics.exists():
-            os.truncate(self._folder.metrics, length)
-        for path in paths[files:]:
-            path.unlink()
+
+    def _rollout_paths(self) -> list[Path]:
+        return sorted(self._folder.rollouts.glob("step-*.jsonl"))
 
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""

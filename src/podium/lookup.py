@@ -12,10 +12,11 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from podium.errors import InputError
@@ -114,8 +115,14 @@ def _load_module(place: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
+    """Each file once: it may be named at several places and may do something costly."""
     if not path.is_file():
         raise ModuleNotFoundError(f"no file {path}")
+    return _load_file_once(path.resolve(), path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _load_file_once(path: Path, _changed: int) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -133,6 +140,3 @@ def _valid(given: str, valid: list[str]) -> str:
 
 def _title(thing: Callable[..., Any]) -> str:
     return getattr(thing, "__name__", str(thing))
-
-
-__all__ = ["STAGES", "Field", "choices", "describe", "find", "option_fields", "option_help", "validate_options"]

@@ -13,6 +13,7 @@ and evaluations fall on window ends, so that a resumed run samples exactly what 
 import time
 from collections.abc import AsyncIterator
 
+from podium.errors import StalledError
 from podium.records import Group, Plan, RunState
 from podium.stages import Stages
 
@@ -25,11 +26,14 @@ async def train(stages: Stages, plan: Plan) -> RunState:
     await stages.report.start(state)
     if plan.sync_every:
         await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
-    if state.step == 0:
+    if state.step == 0 and not stages.stop_requested():
         await stages.evaluation.run_if_due(state, since=0)
 
     laps = Laps()
     for window in stages.data.windows(state):  #                             1  prompts of sync_every steps
+        if stages.stop_requested():
+            await stages.checkpoint.commit(state)
+            return state
         window_start = state.step
         groups = stages.rollout.start(window)  #                             2  all at once, arriving as they finish
         scored = stages.reward.score_each(groups)  #                         3  overlaps generation
@@ -51,9 +55,12 @@ async def train(stages: Stages, plan: Plan) -> RunState:
         laps.end("eval")
         await stages.checkpoint.commit_if_due(state)  #                      9
         laps.end("checkpoint")
-        if stages.stop_requested():
+        if state.num_skipped_in_a_row >= plan.max_skipped_steps:
             await stages.checkpoint.commit(state)
-            return state
+            raise StalledError(
+                f"none of the last {state.num_skipped_in_a_row} steps changed the policy: no group had signal, or no "
+                "gradient was finite; look at the rollouts, or raise run.max_skipped_steps"
+            )
     await stages.checkpoint.finish(state)
     return state
 

@@ -18,8 +18,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 def ids_digest(token_ids: Sequence[int]) -> str:
-    """Fingerprint of token ids: the engine stamps it when it samples, the trainer checks it before it trains."""
-    return hashlib.blake2b(b"".join(i.to_bytes(4, "little") for i in token_ids), digest_size=8).hexdigest()
+    """Fingerprint of token ids: an engine's answer takes it, the trainer checks it before it trains."""
+    return hashlib.blake2b(b"".join(i.to_bytes(8, "little", signed=True) for i in token_ids), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Plan:
     rollouts_per_prompt: int
     sync_every: int = 1
     """Steps per policy window; 0 never syncs."""
+    max_skipped_steps: int = 50
+    """Steps without an update in a row after which the run is given up."""
     epochs: int | None = None
     """Passes over the data after which the run ends early; None has no limit."""
 
@@ -126,6 +128,11 @@ class Answer:
     """One a token, of the distribution really sampled from."""
     finish_reasons: tuple[FinishReason, ...]
     policy_version: int
+    digests: tuple[str, ...] = field(init=False)
+    """One a rollout: the fingerprint of its ids, taken here, where they are as sampled."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digests", tuple(ids_digest(ids) for ids in self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class Group:
     correct: tuple[bool | None, ...] = ()
     """Whether the reward is the highest possible; None where no highest is declared."""
     reward_failures: Mapping[str, int] = field(default_factory=dict)
-    """By reward name: how often it raised."""
+    """What was raised (`reward: error: message`), and how often."""
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
     scoring_s: float = 0.0
@@ -297,6 +304,7 @@ class RunState:
     """Loss tokens trained so far."""
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
+    num_skipped_in_a_row: int = 0
 
     def after(self, groups: Sequence[Group], result: UpdateResult) -> RunState:
         """The state once a step has trained `groups`."""
@@ -306,8 +314,9 @@ class RunState:
             policy_version=self.policy_version + result.updated,
             next_ordinal=max(group.prompt.ordinal for group in groups) + 1,
             num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in groups),
-            num_tokens=self.num_tokens + result.num_loss_tokens,
+            num_tokens=self.num_tokens + result.num_loss_tokens * result.updated,
             num_skipped_steps=self.num_skipped_steps + (not result.updated),
+            num_skipped_in_a_row=0 if result.updated else self.num_skipped_in_a_row + 1,
         )
 
 
@@ -319,7 +328,6 @@ class EvalReport:
     policy_version: int
     metrics: Mapping[str, float]
     """`eval/*`"""
-    groups: tuple[Group, ...]
     seconds: float
 
 

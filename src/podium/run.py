@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from podium.errors import InputError
-from podium.evaluate import eval_metrics, held_out_groups
+from podium.evaluation import eval_metrics, held_out_groups
 from podium.lookup import find
 from podium.loop import train as loop
 from podium.model.load import load_policy
@@ -36,7 +36,7 @@ class Summary:
     """Held-out, at the last one."""
     skipped_steps: int
     folder: str
-    page: str
+    page: str | None
     model: str | None
     """Folder of the trained model, once finished."""
     exit_code: int
@@ -44,7 +44,8 @@ class Summary:
 
 def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     """A new run. Nothing is written before the model, the data and the rewards are known to be good."""
-    path = settings.run.folder or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.run.name}"
+    settings = settings.resolve()
+    path = settings.run.folder or _new_path(settings.run.name)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
@@ -70,6 +71,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     """Held-out metrics of `[model]`, or of trained `weights` (a model folder or an adapter folder)."""
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
+    settings = settings.resolve()
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
     held_out = held_out_data(settings, policy, settings.plan)
     assert held_out is not None
@@ -81,6 +83,13 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         return await held_out_groups(rollout, build_scoring(settings, [held_out], all_rows=False), held_out.in_order())
 
     return eval_metrics(asyncio.run(groups()))
+
+
+def _new_path(name: str) -> Path:
+    """runs/<time>-<name>, with a number where two runs begin in the same second."""
+    first = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    paths = [first, *(first.with_name(f"{first.name}-{number}") for number in range(2, 1000))]
+    return next(path for path in paths if not path.exists())
 
 
 def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | None, console_mode: str | None) -> Wired:
@@ -100,9 +109,9 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         return summary
     except BaseException as error:
         if wired.reports.has_started:
-            folder.event("failed", error=type(error).__name__, message=str(error))
-            folder.fail(f"{type(error).__name__}: {error}")
             wired.reports.fail()
+            folder.fail(f"{type(error).__name__}: {error}")
+            folder.event("failed", error=type(error).__name__, message=str(error))
         raise
     finally:
         folder.unlock()
@@ -117,10 +126,10 @@ def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal,
         steps=wired.plan.steps,
         seconds=seconds,
         accuracy_before=accuracies[0] if accuracies else None,
-        accuracy_after=accuracies[-1] if accuracies else None,
+        accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
         skipped_steps=state.num_skipped_steps,
         folder=str(folder.path),
-        page=str(folder.page),
+        page=str(folder.page) if folder.page.exists() else None,
         model=str(folder.final) if is_finished else None,
         exit_code=0 if is_finished else 128 + (stop.number or 0),
     )

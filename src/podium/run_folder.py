@@ -6,6 +6,7 @@ settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/ 
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -41,6 +42,9 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"run.folder = {str(self.path)!r} cannot be made: {error.strerror}") from None
         self.lock()
+        if [entry.name for entry in self.path.iterdir()] != ["lock"]:  # another run was quicker
+            self.unlock()
+            self.refuse_if_used()
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -52,7 +56,10 @@ class RunFolder:
 
     def lock(self) -> None:
         """Held until this process ends, however it ends; a second run is refused."""
-        handle = (self.path / "lock").open("a+")
+        try:
+            handle = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written to: {error.strerror}") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -104,6 +111,15 @@ class RunFolder:
         with self.events.open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
 
+    def has_event(self, kind: str) -> bool:
+        """By text: the last line may have been cut off by a kill."""
+        return self.events.exists() and f'"event": "{kind}"' in self.events.read_text()
+
+    def clean_up(self) -> None:
+        """Removes what a killed process left half-written."""
+        for leftover in (*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
     def _what_it_holds(self) -> str:
         if self._is_locked():
             return "is in use by another run; wait for it, stop it, or give a new folder"
@@ -114,13 +130,14 @@ class RunFolder:
         return "holds a run that has begun; go on with it by `podium resume`, or give a new folder"
 
     def _is_locked(self) -> bool:
+        """Asks without leaving a trace."""
         if not (self.path / "lock").exists():
             return False
-        try:
-            self.lock()
-        except InputError:
-            return True
-        self.unlock()
+        with (self.path / "lock").open() as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
         return False
 
 

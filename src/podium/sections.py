@@ -48,14 +48,16 @@ class Run(Section):
     """Trainer steps."""
     epochs: Annotated[int, Field(ge=1)] | None = None
     """Ends the run after this many passes over the data, if that is earlier."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides data order, sampling and adapter initialisation."""
     prompts_per_step: Annotated[int, Field(ge=1)] = 16
     """Prompts whose groups make one step."""
     rollouts_per_prompt: Annotated[int, Field(ge=1)] = 8
     """Size of a group; at least 2."""
+    max_skipped_steps: Annotated[int, Field(ge=1)] = 50
+    """Steps without an update in a row after which the run is given up."""
     sync_every: Annotated[int, Field(ge=0)] = 1
-    """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever."""
+    """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever, evaluation included."""
 
 
 class Lora(Section):

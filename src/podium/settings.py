@@ -31,6 +31,9 @@ from podium.sections import (
     Section,
 )
 
+CHOICES = ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
+"""Sections with one table whose `name` chooses a file."""
+
 
 class Settings(Section):
     """All of a run's settings; `podium show` prints them resolved."""
@@ -61,17 +64,25 @@ class Settings(Section):
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any]) -> "Settings":
         """The same from a nested dict."""
-        for section in ("data", "reward", "report"):
-            if isinstance(tables.get(section), dict):
-                raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
-        for section in ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime"):
-            if isinstance(tables.get(section), dict) and "name" not in tables[section]:
-                default = cls.model_fields[section].default.name
-                tables = {**tables, section: {"name": default, **tables[section]}}
         try:
             return cls.model_validate(tables).resolve()
         except ValidationError as error:
             raise InputError(_with_choices(cls, error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_filled_in(cls, tables: Any) -> Any:
+        """A table that names nothing means the default: `[loss] clip_high = 0.3` is of grpo."""
+        if not isinstance(tables, dict):
+            return tables
+        for section in ("data", "reward", "report"):
+            if isinstance(tables.get(section), dict):
+                raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
+        defaults = {section: cls.model_fields[section].default for section in CHOICES}
+        return {
+            key: {"name": defaults[key].name, **value} if key in defaults and isinstance(value, dict) else value
+            for key, value in tables.items()
+        }
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Settings":
@@ -84,16 +95,18 @@ class Settings(Section):
                 "model.dtype = 'bfloat16' with model.lora = false: bfloat16 weights round small updates away; "
                 "train full weights in float32, or set a [model.lora] table"
             )
-        if self.eval.every and not self.eval.data:
-            raise InputError("eval.every has no effect without an [[eval.data]] table; add one or remove it")
+        keys = ("every", "n", "temperature", "top_k", "top_p")
+        changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
+        if changed and not self.eval.data:
+            raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
+        if self.eval.temperature == 0 and {"n", "top_k", "top_p"} & set(changed):
+            key = next(key for key in changed if key in ("n", "top_k", "top_p"))
+            raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
         return self
 
     def resolve(self) -> "Settings":
         """Checks every named thing's options against its signature and fills in the defaults."""
-        resolved = {
-            section: getattr(self, section).resolved(section, section)
-            for section in ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
-        }
+        resolved = {section: getattr(self, section).resolved(section, section) for section in CHOICES}
         rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
         if rollout.get("temperature") == 0:
             raise InputError(
@@ -122,7 +135,7 @@ class Settings(Section):
     @property
     def plan(self) -> Plan:
         run = self.run
-        return Plan(run.steps, run.prompts_per_step, run.rollouts_per_prompt, run.sync_every, run.epochs)
+        return Plan(**run.model_dump(exclude={"folder", "name", "seed"}))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is not set is left out."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from podium.engine.inprocess import Inprocess
+from podium.errors import InputError
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, _share, load_policy
 from podium.records import Answer, Request, Sampling
@@ -152,12 +153,58 @@ def test_finished_rollouts_leave_the_batch() -> None:
             lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
         )
     )
+    engine = Inprocess(policy())
+    rows.clear()
     try:
-        generate(Inprocess(policy()), requests(9, 8), Sampling(max_new_tokens=60, stop_ids=(EOS,)))
+        generate(engine, requests(9, 8), Sampling(max_new_tokens=60, stop_ids=(EOS,)))
     finally:
         hook.remove()
     assert rows[1] == 72
     assert rows[-1] < 72
+
+
+def test_positions_never_pass_the_end_of_an_answer() -> None:
+    """A slot that has ended may stay in the batch while others join; it must not march on past the context."""
+    largest = []
+    engine = Inprocess(policy(), concurrency=8)
+    hook = engine._model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: largest.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    try:
+        generate(engine, requests(9, 4), Sampling(max_new_tokens=24, stop_ids=(EOS,)))
+    finally:
+        hook.remove()
+    assert max(largest) < max(len(request.token_ids) for request in requests(9)) + 24
+
+
+def test_prompts_of_one_token_and_answers_of_one_token() -> None:
+    asked = [Request(k, (40 + k,), (k, k + 9)) for k in range(3)]
+    for answer in generate(Inprocess(policy()), asked, Sampling(max_new_tokens=1, stop_ids=(EOS,))):
+        assert [len(ids) for ids in answer.token_ids] == [1, 1]
+
+
+def test_a_model_that_it_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Inprocess._logits
+    monkeypatch.setattr(Inprocess, "_logits", lambda self, hidden: real(self, hidden) * 1.1)
+    with pytest.raises(InputError, match="cannot decode this architecture"):
+        Inprocess(policy())
+
+
+def test_bfloat16_samples_through_the_adapters_own_layers() -> None:
+    half = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
+    engine = Inprocess(half)
+    asyncio.run(engine.load_weights(half.named_weights(), 0))
+    probe = list(requests(1)[0].token_ids)
+    before = asyncio.run(engine.score(probe))
+    with torch.no_grad():
+        for name, parameter in half.model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(1e-3)  # merged into bfloat16 weights, most of this would round away
+    asyncio.run(engine.load_weights(half.named_weights(), 1))
+    assert asyncio.run(engine.score(probe)) != before
+    assert asyncio.run(engine.score(probe)) == sequence_logprobs(half.model, probe)
+    with pytest.raises(InputError, match="sync_every must be 1"):
+        Inprocess(half, snapshot=True)
 
 
 def test_an_adapter_is_laid_over_the_base_and_the_base_stays() -> None:

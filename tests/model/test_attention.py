@@ -1,5 +1,7 @@
 """A packed row gives each document what it would get alone, for the shapes of several model families."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
@@ -33,7 +35,8 @@ SHAPES = {
 
 def a_model(shape: str):
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=attention.NAME).eval()
+    config = copy.deepcopy(SHAPES[shape])  # from_config writes the attention's name into what it is given
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
 
 
 def a_document(prompt: int, answer: int, start: int) -> Document:
@@ -63,8 +66,9 @@ def test_packed_logprobs_equal_unpacked_ones(shape: str) -> None:
 def test_packed_logprobs_equal_those_of_plain_transformers(shape: str) -> None:
     """The oracle is the same weights under transformers' own eager attention, one document at a time."""
     model = a_model(shape)
-    plain = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation="eager").eval()
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), attn_implementation="eager").eval()
     plain.load_state_dict(model.state_dict())
+    assert (model.config._attn_implementation, plain.config._attn_implementation) == (attention.NAME, "eager")
     for document in DOCUMENTS:
         ids = [*document.prompt.token_ids, *document.rollout.token_ids]
         with torch.no_grad():

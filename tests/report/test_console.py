@@ -29,7 +29,7 @@ def play(console: Console, text: str = "[red]#### 3") -> None:
     group = make_group((0.2, 1.2), rollouts=(make_rollout(text),) * 2)
     console.start(CARD, [])
     console.write(make_step_report(group, step=3, reward__mean=0.7, loss__total=-0.123456))
-    console.evaluated(EvalReport(3, 3, {"eval/accuracy": 0.25, "eval/prompts": 8.0}, (), 1.0))
+    console.evaluated(EvalReport(3, 3, {"eval/accuracy": 0.25, "eval/prompts": 8.0}, 1.0))
     console.finish(SUMMARY)
 
 

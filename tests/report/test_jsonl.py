@@ -28,7 +28,7 @@ def test_a_step_is_one_line_of_metrics_and_one_file_of_rollouts(report: Jsonl, t
 
 
 def test_an_evaluation_is_a_line_that_says_so(report: Jsonl, tmp_path: Path) -> None:
-    report.evaluated(EvalReport(4, 3, {"eval/accuracy": 0.25}, (make_group(),), 1.5))
+    report.evaluated(EvalReport(4, 3, {"eval/accuracy": 0.25}, 1.5))
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 4, "policy_version": 3, "eval": True, "time/eval_s": 1.5, "eval/accuracy": 0.25}
     ]
@@ -61,6 +61,7 @@ def test_a_rollout_line_has_all_that_happened_to_it() -> None:
         {
             "ordinal": 7,
             "sample_index": 1,
+            "seed": 0,
             "policy_version": [2, 3],
             "trained": True,
             "prompt": "What is 1 + 2?",

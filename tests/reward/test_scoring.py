@@ -81,10 +81,20 @@ def test_a_reward_that_abstains_is_not_a_failure() -> None:
     assert group.reward_failures == {}
 
 
-def test_the_other_rewards_count_where_one_abstains() -> None:
-    (group,) = score(make_scoring(raises_on_b, length, weights=(1.0, 0.25), max_failed_share=1.0), unscored())
-    # "a": 1 + 0.25·1;  "b": 0.25·1 alone
-    assert group.rewards == (1.25, 0.25)
+@pytest.mark.parametrize("reward", [raises_on_b, abstains_on_b])
+def test_a_rollout_is_not_judged_by_a_part_of_its_rewards(reward: Any) -> None:
+    """Counting the others alone would make a failed reward a 0."""
+    (group,) = score(make_scoring(reward, length, weights=(1.0, 0.25), max_failed_share=1.0), unscored())
+    assert group.rewards == (1.25, None)  # "a": 1 + 0.25·1
+
+
+def test_a_reward_cannot_end_the_run_by_exiting() -> None:
+    def leaving(prompt: Any, rollout: Any) -> float:
+        raise SystemExit(0)
+
+    (group,) = score(make_scoring(leaving, max_failed_share=1.0), unscored())
+    assert group.rewards == (None, None)
+    assert sum(group.reward_failures.values()) == 2
 
 
 def test_an_interrupt_inside_a_reward_is_not_swallowed() -> None:

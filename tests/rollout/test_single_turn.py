@@ -12,7 +12,7 @@ PROMPTS = [Prompt(ordinal, (65, 66)) for ordinal in (3, 5)]
 
 def groups(reply, **options) -> tuple[list[Group], FakeEngine]:
     engine = FakeEngine(reply)
-    stage = SingleTurn(engine, FakeTokenizer(), (2,), 3, 11, **options)
+    stage = SingleTurn(engine, FakeTokenizer(), (2,), 128, 3, 11, **options)
 
     async def run() -> list[Group]:
         return [group async for group in stage.start(PROMPTS)]

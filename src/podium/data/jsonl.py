@@ -29,7 +29,7 @@ def jsonl(*, path: Annotated[Path, Field(description="the file")]) -> list[Row]:
         if not line.strip():
             continue
         try:
-            rows.append(_row(json.loads(line.decode("utf-8"))))
+            rows.append(_row(json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)))
         except (
             ValueError,
             TypeError,
@@ -65,11 +65,18 @@ def _messages(fields: dict[str, Any]) -> tuple[dict[str, str], ...]:
         turns = fields.pop("messages")
         if not isinstance(turns, list) or not turns:
             raise TypeError("'messages' must be a list with at least one turn")
-        return tuple(_turn(turn) for turn in turns)
+        made = tuple(_turn(turn) for turn in turns)
+        if all(turn["role"] == "assistant" for turn in made):
+            raise ValueError("'messages' has no turn to answer")
+        return made
     for key in ("prompt", "question"):
         if key in fields:
             return ({"role": "user", "content": _text(key, fields.pop(key))},)
     raise ValueError("has none of 'messages', 'prompt', 'question'")
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON value")
 
 
 def _turn(turn: Any) -> dict[str, str]:

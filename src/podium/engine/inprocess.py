@@ -16,10 +16,12 @@ from transformers import DynamicCache
 
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
+from podium.errors import InputError
 from podium.model.device_thread import on_device_thread
 from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.load import Policy
 from podium.model.logprobs import logits_of
+from podium.model.self_check import TOLERANCE
 from podium.records import Answer, FinishReason, Request, Sampling
 
 LEAVE_SHARE = 0.25
@@ -37,7 +39,14 @@ class Inprocess:
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 512,
     ) -> None:
         self.policy_version: int | None = None
-        self._model = policy.twin
+        is_half = policy.model.dtype != torch.float32
+        if is_half and policy.peft is not None and snapshot:
+            raise InputError(
+                "run.sync_every must be 1 with model.dtype = 'bfloat16': a snapshot would round the adapter"
+            )
+        # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
+        self._model = policy.model if is_half and policy.peft is not None else policy.twin
+        self._trained = policy.model
         self._device = policy.device
         self._concurrency = concurrency
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
@@ -48,6 +57,21 @@ class Inprocess:
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, _frozen(parameter.detach().clone()))
             self._model.tie_weights()
+        self._check_decoding()
+
+    def _check_decoding(self) -> None:
+        """The cached, slot-by-slot decode gives the logprobs of a plain forward pass; asked once."""
+        prompt = tuple(range(1, 6))
+        request = Request(0, prompt, (1, 2))
+        [answer] = self._generate(deque([request]), Sampling(max_new_tokens=4))
+        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+            expected = sequence_logprobs(self._model, [*prompt, *ids])[len(prompt) - 1 :]
+            gap = max(abs(a - b) for a, b in zip(logprobs, expected, strict=True))
+            if not gap <= TOLERANCE[self._model.dtype]:
+                raise InputError(
+                    f"engine.name = 'inprocess' cannot decode this architecture: logprobs differ by {gap:.3g} from "
+                    "those of a plain forward pass; use another model"
+                )
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         answers = self._generate(deque(requests), sampling)
@@ -68,6 +92,8 @@ class Inprocess:
         own = dict(self._model.named_parameters())
         for name, tensor in weights:
             layer, _, part = name.rpartition(".lora_")
+            if layer and self._model is self._trained:
+                continue
             if layer:
                 halves[part[0]] = tensor
                 if len(halves) == 2:
@@ -157,7 +183,7 @@ class Inprocess:
             use_cache=True,
         ).last_hidden_state
         slots.logits = self._logits(hidden[:, -1])
-        slots.length = slots.length + 1
+        slots.length = slots.length + ~slots.finished  # one that has ended writes over its last column
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return logits_of(hidden, head_weight(self._model), softcap(self._model))

@@ -44,26 +44,28 @@ def policy_logprobs(
 
 @torch.no_grad()
 def sequence_logprobs(
-    model: PreTrainedModel, token_ids: list[int], compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel, *documents: list[int], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
-    """Logprobs of `token_ids[1:]` at temperature 1, as one document."""
+    """Logprobs of each document's tokens but the first, at temperature 1, all packed into one row."""
     device = head_weight(model).device
-    length = len(token_ids)
+    lengths = [len(ids) for ids in documents]
+    masks = [[0.0] + [1.0] * (length - 1) for length in lengths]
     batch = Batch(
-        token_ids=torch.tensor(token_ids, device=device),
-        position_ids=torch.arange(length, device=device),
-        document_ids=torch.zeros(length, dtype=torch.long, device=device),
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        loss_mask=torch.tensor([0.0] + [1.0] * (length - 1), device=device),
-        advantages=torch.zeros(length, device=device),
-        rollout_logprobs=torch.zeros(length, device=device),
+        token_ids=torch.tensor([i for ids in documents for i in ids], device=device),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
+        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
+        loss_mask=torch.tensor([m for mask in masks for m in mask], device=device),
+        advantages=torch.zeros(sum(lengths), device=device),
+        rollout_logprobs=torch.zeros(sum(lengths), device=device),
         temperature=1.0,
-        num_loss_tokens=length - 1,
-        num_rollouts=1,
-        answer_starts=(1,),
-        digests=("",),
+        num_loss_tokens=sum(lengths) - len(lengths),
+        num_rollouts=len(lengths),
+        answer_starts=(1,) * len(lengths),
+        digests=("",) * len(lengths),
     )
-    return policy_logprobs(model, batch, compute_dtype)[0][1:].tolist()
+    logprobs = policy_logprobs(model, batch, compute_dtype)[0]
+    return logprobs[batch.loss_mask.bool()].tolist()
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -18,7 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import InputError
 from podium.model import attention
+from podium.model.forward import head_weight
 from podium.model.random_state import seed_all
+from podium.model.self_check import check_model
 from podium.model.smollm2 import smollm2_folder
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
@@ -38,6 +41,11 @@ class Policy:
     """Ids that end an answer: the model's and the tokenizer's end of sequence."""
     max_context_tokens: int
     device: torch.device
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids that the model can write; more than the tokenizer knows where its table is padded."""
+        return head_weight(self.model).shape[0]
 
     @property
     def adapter_scale(self) -> float:
@@ -64,6 +72,11 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     source = weights if weights is not None and not is_adapter else model_folder(settings.name)
     model, tokenizer = _load(str(source), settings, device)
+    _refuse_larger_tokenizer(model, tokenizer, settings.name)
+    check_model(model, settings.name)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
     twin = _share(model)
     peft = None
     if is_adapter or settings.lora is not False:
@@ -78,11 +91,6 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         max_context_tokens=int(getattr(model.config, "max_position_embeddings", 4096)),
         device=device,
     )
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer alone, for looking at data."""
-    return _loading(name, lambda: AutoTokenizer.from_pretrained(model_folder(name)))
 
 
 def model_folder(name: str) -> str:
@@ -109,9 +117,9 @@ def _refuse_unreachable(name: str) -> None:
     behind_proxy = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     if behind_proxy or isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
-    host = constants.ENDPOINT.removeprefix("https://").split("/")[0]
+    hub = urlsplit(constants.ENDPOINT)
     try:
-        socket.create_connection((host, 443), timeout=5).close()
+        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
     except OSError:
         raise InputError(
             f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
@@ -138,12 +146,18 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
 def _loading(name: str, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a broken folder makes the libraries raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
             "safetensors weights, or a hub name that this machine can reach"
         ) from None
+
+
+def _refuse_larger_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    if len(tokenizer) > rows:
+        raise InputError(f"model.name = {name!r}: the tokenizer has {len(tokenizer)} tokens and the model {rows}")
 
 
 def _share(model: PreTrainedModel) -> PreTrainedModel:
@@ -162,10 +176,19 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
         target_modules=lora.targets,
         task_type="CAUSAL_LM",
     )
+    head = model.get_output_embeddings()
     try:
-        return get_peft_model(model, config)  # type: ignore[arg-type]
+        peft = get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
+    adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for name, layer in adapted.items():
+        if layer is head or type(layer) is not torch.nn.Linear:
+            kind = "the LM head" if layer is head else f"a {type(layer).__name__}"
+            raise InputError(
+                f"model.lora.targets: {name} is {kind}, which cannot have an adapter here; use lora = false"
+            )
+    return peft
 
 
 def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:

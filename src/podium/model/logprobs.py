@@ -17,7 +17,7 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None 
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bfloat16 costs 2 digits
     else:
-        logits = (hidden @ weight.t()).float()
+        logits = hidden.float() @ weight.float().t()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

@@ -33,15 +33,17 @@ def _gguf_file() -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     """Writes beside the target and renames, so a broken conversion is never taken for a model."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    # transformers 5.16 has no GgufConfig and always dequantises.
+    config = getattr(transformers, "GgufConfig", None)
+    dequantise = {"quantization_config": config(dequantize=True)} if config else {}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **dequantise)
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
     tokenizer.clean_up_tokenization_spaces = False  # made for other tokenizers: it eats spaces before punctuation

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podium.errors import InputError
 from podium.ledger import Ledger
 from podium.records import EvalReport, Group, RunState, StepReport, UpdateResult
 from podium.report._metrics import step_metrics
@@ -22,6 +23,8 @@ class Reports:
 
     async def start(self, state: RunState) -> None:
         """After the checkpoint has put the ledger back: a resume that is refused has changed nothing."""
+        if state.step > self._card["steps"]:
+            raise InputError(f"run.steps = {self._card['steps']}: the run has {state.step} steps already")
         self.has_started = True
         write_atomically(self._folder.settings, self._settings)
         self._folder.event("started", step=state.step)

@@ -117,14 +117,16 @@ class Console:
 def summary_text(summary: Mapping[str, Any]) -> str:
     """What a person wants to know when a run ends."""
     lines = [f"{summary['state']}: step {summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"]
-    if summary.get("accuracy_before") is not None:
+    if summary["accuracy_after"] is not None:
         lines.append(
             f"held-out accuracy: {summary['accuracy_before']:.3f} before, {summary['accuracy_after']:.3f} after"
         )
     if summary["skipped_steps"]:
         lines.append(f"{summary['skipped_steps']} steps made no update: no group had signal, or no finite gradient")
-    lines += [f"run folder: {summary['folder']}", f"page: {summary['page']}"]
-    if summary.get("model"):
+    lines.append(f"run folder: {summary['folder']}")
+    if summary["page"]:
+        lines.append(f"page: {summary['page']}")
+    if summary["model"]:
         lines.append(f"trained model: {summary['model']}")
     return "\n".join(lines)
 

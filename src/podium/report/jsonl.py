@@ -41,6 +41,7 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
             yield {
                 "ordinal": group.prompt.ordinal,
                 "sample_index": rollout.sample_index,
+                "seed": rollout.seed,
                 "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
                 "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
                 "prompt": group.prompt.question,

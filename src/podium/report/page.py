@@ -49,7 +49,6 @@ class Page:
         self._lines.append({"step": report.step, "eval": True, **report.metrics})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._card["summary"] = dict(summary)
         self._write(summary["state"])
 
     def fail(self) -> None:
@@ -76,7 +75,7 @@ def chosen_rollouts(groups: Sequence[Group], each: int = 3) -> list[dict[str, An
     rollouts = [
         {
             "prompt": group.prompt.question,
-            "answer": group.prompt.answer,
+            "answer": str(group.prompt.answer),
             "text": rollout.text,
             "reward": reward,
             "parts": dict(parts),

@@ -84,7 +84,9 @@ class Scoring:
                 value = reward.function(prompt, rollout)
                 if inspect.isawaitable(value):
                     value = await value
-            except Exception as error:
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # SystemExit too: a reward does not end the run
                 failures[f"{reward.name}: {type(error).__name__}: {error}"] += 1
                 value = None
             values[reward.name] = check_value(reward.name, reward.function, value, prompt)
@@ -112,9 +114,11 @@ class Scoring:
 
 
 def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:
-    """Weighted sum over those that gave a number; None if none did."""
-    values = [reward.weight * value for reward in rewards if (value := part[reward.name]) is not None]
-    return sum(values) if values else None
+    """Weighted sum; None if any gave no number: a rollout is never judged by a part of its rewards."""
+    values = [part[reward.name] for reward in rewards]
+    if any(value is None for value in values):
+        return None
+    return sum(reward.weight * value for reward, value in zip(rewards, values, strict=True) if value is not None)
 
 
 def _is_correct(total: float | None, highest: float) -> bool | None:

@@ -12,18 +12,20 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.errors import EngineError, InputError
-from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling, ids_digest
+from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.stages import Engine
 
 
 class SingleTurn:
-    """`purpose` keeps the seeds of training and evaluation apart."""
+    """`vocabulary` is the model's, which may be larger than the tokenizer's; `purpose` keeps the seeds of training and
+    evaluation apart."""
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: Any,
         stop_ids: Sequence[int],
+        vocabulary: int,
         rollouts_per_prompt: int,
         seed: int,
         purpose: str = "train",
@@ -35,7 +37,7 @@ class SingleTurn:
         stop: Annotated[list[str], Field(description="texts of one token each that end an answer too")] = [],  # noqa: B006
         system: Annotated[str | None, Field(description="system message put before every prompt")] = None,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._vocabulary = engine, tokenizer, vocabulary
         self._rollouts_per_prompt, self._seed, self._purpose = rollouts_per_prompt, seed, purpose
         extra = [_single_id(tokenizer, text) for text in stop]
         self._sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(sorted({*stop_ids, *extra})))
@@ -54,7 +56,7 @@ class SingleTurn:
         ]
         seeds = {request.key: request.seeds for request in requests}
         async for answer in self._engine.generate(requests, self._sampling):
-            check_answer(answer, self._rollouts_per_prompt, self._sampling, len(self._tokenizer))
+            check_answer(answer, self._rollouts_per_prompt, self._sampling, self._vocabulary)
             yield Group(by_ordinal[answer.key], self._rollouts(answer, seeds[answer.key]))
 
     def _rollouts(self, answer: Answer, seeds: tuple[int, ...]) -> tuple[Rollout, ...]:
@@ -69,7 +71,7 @@ class SingleTurn:
                 policy_version_max=answer.policy_version,
                 sample_index=index,
                 seed=seeds[index],
-                digest=ids_digest(ids),
+                digest=answer.digests[index],
             )
             for index, (ids, logprobs, reason) in enumerate(
                 zip(answer.token_ids, answer.logprobs, answer.finish_reasons, strict=True)

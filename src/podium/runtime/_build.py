@@ -65,9 +65,8 @@ def probe_ids(data: OrderedData) -> list[int]:
 
 
 def parity_tolerance(settings: Settings) -> float:
-    """Wider where either side computes in bfloat16."""
-    dtypes = {settings.model.dtype, settings.trainer.options.get("precision", "float32")}
-    return max(TOLERANCE[dtype] for dtype in dtypes)
+    """Wider only where the trainer alone computes in bfloat16; otherwise both run the same layers."""
+    return TOLERANCE[settings.trainer.options.get("precision", "float32")]
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:
@@ -154,7 +153,8 @@ def make_rollout(
 ) -> Any:
     """`purpose` keeps the seeds of training, evaluation and checks apart."""
     make, seed = find("rollout", settings.rollout.name), settings.run.seed
-    return make(engine, policy.tokenizer, policy.stop_ids, rollouts_per_prompt, seed, purpose, **options)
+    wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
+    return make(*wiring, **options)
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:
@@ -164,8 +164,13 @@ def eval_options(settings: Settings) -> dict[str, Any]:
 
 
 def build_reports(settings: Settings, folder: RunFolder, ledger: Ledger, console_mode: str | None) -> list[Any]:
-    """`jsonl` always, then the settings'; `console_mode` is for this process only and is not saved with the run."""
-    given = [choice for choice in settings.report if choice.name != "jsonl"]
+    """`jsonl` always, then the settings'; `console_mode` is for this process only and is not saved with the run.
+
+    A report whose first argument is called `folder` is handed the run folder.
+    """
+    given = list(settings.report)
+    if any(choice.name == "jsonl" for choice in given):
+        raise InputError("report 'jsonl' has no effect: it is always written; remove its table")
     if console_mode is not None:
         console = Choice.model_validate({"name": "console", "mode": console_mode})
         given = [console, *(choice for choice in given if choice.name != "console")]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 from types import FrameType
 
 
@@ -17,7 +19,9 @@ class StopSignal:
         return self.number is not None
 
     def __enter__(self) -> "StopSignal":
-        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        """Outside the main thread Python takes no handlers: then signals do what they did before."""
+        mine = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._receive) for number in mine}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -26,5 +30,7 @@ class StopSignal:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:
+            sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")  # the live table hides the cursor
+            sys.stdout.flush()
             os._exit(128 + number)
         self.number = number

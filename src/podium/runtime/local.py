@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from podium.checkpoint import FolderCheckpoint
-from podium.evaluate import HeldOut
+from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.lookup import find
 from podium.model.load import load_policy

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from podium.errors import ParityError
 from podium.stages import Engine, Trainer
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
-"""Largest mean difference of logprobs, by the dtype of the weights."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+"""Largest mean difference of logprobs, by the precision in which the two sides compute."""
 
 
 async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], version: int, tolerance: float) -> None:

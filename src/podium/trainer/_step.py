@@ -50,10 +50,11 @@ def halved(batch: Batch, times: int) -> list[Batch]:
 def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
     """Leaves the step's gradient on the parameters and returns its metrics."""
     totals: dict[str, torch.Tensor] = {}
+    to_split = next((number for number, batch in enumerate(batches) if batch.num_documents > 1), None)
     for number, batch in enumerate(batches):
         check_ids(batch)
         logprobs, entropy = logprobs_of(batch)
-        if number == 0:
+        if number == to_split:
             check_split(loss, logprobs, batch)
         output = loss(logprobs, batch)
         output.loss.backward()

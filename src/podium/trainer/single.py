@@ -78,7 +78,9 @@ class Single:
         return await on_device_thread(self._step, batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(sequence_logprobs, self._model, list(token_ids), self._compute_dtype)
+        return await on_device_thread(
+            sequence_logprobs, self._model, list(token_ids), compute_dtype=self._compute_dtype
+        )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._policy.named_weights()
@@ -92,11 +94,11 @@ class Single:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        saved = {name.removeprefix("weights.") for name in tensors if name.startswith("weights.")}
-        if saved != set(self._parameters):
-            raise CheckpointError(
-                f"the checkpoint holds other weights than this model trains: {saved ^ set(self._parameters)}"
-            )
+        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
+        mine = {name: parameter.shape for name, parameter in self._parameters.items()}
+        if saved != mine:
+            other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
+            raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[f"weights.{name}"])
         load_optimizer_state(self._optimizer, self._parameters, tensors)

@@ -49,8 +49,8 @@ class HeldOut:
             return
         started = time.monotonic()
         groups = await held_out_groups(self._rollout, self._reward, self._prompts)
-        seconds = time.monotonic() - started
-        self._tell(EvalReport(state.step, state.policy_version, eval_metrics(groups), tuple(groups), seconds))
+        version = groups[0].rollouts[0].policy_version_max  # of the engine, which may not follow the trainer
+        self._tell(EvalReport(state.step, version, eval_metrics(groups), time.monotonic() - started))
 
     def _is_due(self, step: int, since: int) -> bool:
         """A window may carry the step past the exact multiple."""
