@@ -18,6 +18,7 @@ import torch
 
 from podium import cli
 from podium.lookup import STAGES
+from podium.sections import SECTIONS
 
 SETTINGS = """
 [run]
@@ -136,7 +137,7 @@ BROKEN_SETTINGS = {
     ),
     "unknown model folder": (
         SETTINGS.replace("[model]", "[model]\nname = './nothing'"),
-        r"model\.name = '\./nothing': no config\.json in that folder; give a folder that transformers can load",
+        r"model\.name = '\./nothing': no such folder",
     ),
     "no room for a prompt": (
         SETTINGS.replace("= 24", "= 512"),
@@ -236,7 +237,7 @@ BROKEN_COMMANDS = {
         ("eval", "embedded", "good.toml"),
         r"nothing to evaluate on: add an \[\[eval\.data\]\] table",
     ),
-    "an unknown stage": (("list", "losses"), "'losses' is not a stage; stages: data, rollout, .*"),
+    "an unknown stage": (("list", "losses"), "'losses' is not a section; sections: run, model, .*"),
     "list with an override": (("list", "loss", "--a.b=1"), r"podium list takes no --a\.b=1"),
     "check of broken settings": (("check", "good.toml", "--loss.clip=1"), r"loss\.clip is not an option of grpo; .*"),
     "show of broken settings": (("show", "good.toml", "--loss.clip=1"), r"loss\.clip is not an option of grpo; .*"),
@@ -337,7 +338,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_leaves_the_run_as_it_was(
 ) -> None:
     shutil.copytree(finished_run, here / "run")
     message = refused(here, capsys, "resume", "run", "--run.steps=2", "--step=7")
-    assert message == "no checkpoint of step 7; there are: ['step-000001']"
+    assert message == "no checkpoint of step 7; there are: 1"
 
 
 def test_check_refuses_what_train_would_refuse(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,7 +412,9 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_list_shows_every_stage_with_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == list(STAGES)
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert heads == list(dict.fromkeys([*SECTIONS, *STAGES]))
+    assert "  steps = 100   Trainer steps." in lines
     assert "  jsonl          Data from a JSON Lines file: one object a line." in lines
     assert "      path = required   the file" in lines
 

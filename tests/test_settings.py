@@ -221,7 +221,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"run": 3}, "run = 3: "),
         ({"model": {"dtype": "float16"}}, "model.dtype = 'float16': input should be 'float32' or 'bfloat16'"),
         ({"model": {"lora": {"r": 0}}}, "model.lora.r = 0: input should be greater than or equal to 1"),
-        ({"model": {"lora": True}}, "model.lora = True: "),
+        ({"model": {"lora": 3}}, "model.lora = 3: "),
         ({"model": {"lora": {"dropout": 1.0}}}, "model.lora.dropout = 1.0: "),
         ({"data": {"name": "arithmetic"}}, "[data] must be written [[data]]"),
         ({"data": [{"max_rows": 0}]}, "data.0.max_rows = 0: "),
@@ -321,7 +321,7 @@ TWO = {"data": [{"name": "a"}, {"name": "b"}]}
     [
         ({}, "--run.steps", "'--run.steps' is not an override; write --section.key=value"),
         ({}, "run.steps=3", "'run.steps=3' is not an override; write --section.key=value"),
-        ({}, "--steps=3", "'--steps=3' is not an override; write --section.key=value"),
+        ({}, "--steps=3", "'--steps=3' is not an override; write --section.key=value; did you mean --run.steps?"),
         ({}, "-x", "'-x' is not an override; write --section.key=value"),
         ({}, "stray", "'stray' is not an override; write --section.key=value"),
         ({"run": {"steps": 1}}, "--run.steps.x=3", "'--run.steps.x=3': run.steps is not a table"),
@@ -382,3 +382,7 @@ def test_an_evaluation_setting_that_would_have_no_effect_is_refused(key: str) ->
     assert complaint({"eval": {key: value}}).startswith(f"eval.{key} has no effect without")
     greedy = {"eval": {key: value, "data": [{"name": "arithmetic"}]}}
     assert complaint(greedy).startswith(f"eval.{key} has no effect on greedy rollouts")
+
+
+def test_lora_may_be_written_as_true() -> None:
+    assert Settings.from_dict({"model": {"lora": True}}) == Settings.from_dict({})

@@ -4,6 +4,7 @@
 loads nothing heavy: torch comes in with the first name that needs it.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from podium.reward._contract import declare_range
     from podium.run import evaluate, train
     from podium.settings import Settings
+
+# Before torch: threads that wait by spinning make a step many times slower where another process wants a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "evaluate", "train"]

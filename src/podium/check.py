@@ -46,7 +46,7 @@ async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scorin
     rollout = make_rollout(
         settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
     )
-    groups = await held_out_groups(rollout, scoring, data.in_order(DRY_RUN_PROMPTS))
+    groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
     return build_advantages(settings)(groups)
 
 

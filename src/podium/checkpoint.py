@@ -138,7 +138,8 @@ class FolderCheckpoint:
             place = self._folder.checkpoints / f"step-{self._wanted_step:06d}"
             if place not in every:
                 raise InputError(
-                    f"no checkpoint of step {self._wanted_step}; there are: {[path.name for path in every]}"
+                    f"no checkpoint of step {self._wanted_step}; there are: "
+                    f"{', '.join(str(int(path.name.removeprefix('step-'))) for path in every) or 'none'}"
                 )
             complaint = find_damage(place)
             if complaint:

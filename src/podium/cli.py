@@ -17,8 +17,6 @@ FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 bad input, 130/143 stopped by a signal, 1 anything else."""
-    # Before torch: threads that wait by spinning make a step twenty times slower where another process wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -51,7 +49,7 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     folder = RunFolder.open(options.run)
     for flag in overrides:
         key = flag.removeprefix("--").partition("=")[0]
-        if not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
+        if "." in key and not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
             raise InputError(
                 f"{key} cannot change on resume: the run would no longer be the same one. "
                 f"Free: {', '.join(FREE_ON_RESUME)}; to insist, add --allow-change {key}"
@@ -76,11 +74,13 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if is_run:
         tables["model"] = read_toml(target / "settings.toml")["model"]  # the run's weights belong to its own model
     tables = override(tables, overrides)
-    weights = target / "final" if is_run else None
+    adapter = target / "adapter_config.json"
+    weights = target / "final" if is_run else target if adapter.is_file() else None
     if weights is not None and not weights.is_dir():
         raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
     if not is_run:
-        tables.setdefault("model", {})["name"] = options.model
+        name = json.loads(adapter.read_text())["base_model_name_or_path"] if weights else options.model
+        tables.setdefault("model", {})["name"] = name
     settings = Settings.from_dict(tables)
     from podium.run import evaluate as run
 
@@ -108,13 +108,19 @@ def show(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.lookup import STAGES, choices, find, option_help
+    from podium.sections import SECTIONS
 
     if overrides:
         raise InputError(f"podium list takes no {overrides[0]}")
-    if options.stage is not None and options.stage not in STAGES:
-        raise InputError(f"{options.stage!r} is not a stage; stages: {', '.join(STAGES)}")
-    for stage in [options.stage] if options.stage else STAGES:
+    every = list(dict.fromkeys([*SECTIONS, *STAGES]))
+    if options.stage is not None and options.stage not in every:
+        raise InputError(f"{options.stage!r} is not a section; sections: {', '.join(every)}")
+    for stage in [options.stage] if options.stage else every:
         print(stage)
+        for key, default, help_ in SECTIONS[stage].key_help() if stage in SECTIONS else ():
+            print(f"  {key} = {default}   {help_}")
+        if stage not in STAGES:
+            continue
         for name in choices(stage):
             thing = find(stage, name)
             module = sys.modules[thing.__module__]
@@ -177,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "list",
         list_choices,
-        "the choices of a stage, with their options",
+        "the keys of a section and its choices, with their options",
         ("stage", {"nargs": "?", "metavar": "STAGE"}),
     )
     return parser

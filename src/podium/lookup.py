@@ -117,7 +117,7 @@ def _load_module(place: str) -> Any:
 def _load_file(path: Path) -> Any:
     """Each file once: it may be named at several places and may do something costly."""
     if not path.is_file():
-        raise ModuleNotFoundError(f"no file {path}")
+        raise ModuleNotFoundError(f"no file {path} in {Path.cwd()}")
     return _load_file_once(path.resolve(), path.stat().st_mtime_ns)
 
 

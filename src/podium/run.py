@@ -45,7 +45,7 @@ class Summary:
 def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     """A new run. Nothing is written before the model, the data and the rewards are known to be good."""
     settings = settings.resolve()
-    path = settings.run.folder or _new_path(settings.run.name)
+    path = settings.run.folder.expanduser() if settings.run.folder else _new_path(settings.run.name)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
@@ -77,10 +77,11 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     assert held_out is not None
     engine = make_engine(settings, policy, snapshot=False)
     rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
+    scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
 
     async def groups() -> list[Group]:
         await engine.load_weights(policy.named_weights(), 0)
-        return await held_out_groups(rollout, build_scoring(settings, [held_out], all_rows=False), held_out.in_order())
+        return await held_out_groups(rollout, scoring, held_out.in_order())
 
     return eval_metrics(asyncio.run(groups()))
 

@@ -7,20 +7,33 @@ file's options.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from podium.errors import InputError
 from podium.lookup import find, validate_options
 from podium.loss._traits import Traits, traits_of
 
 
-class Section(BaseModel):
+class Keys(BaseModel):
+    """What sections and choices share: each key's help is the text under it."""
+
+    @classmethod
+    def key_help(cls) -> list[tuple[str, str, str]]:
+        """(key, default, help) of each key of its own."""
+        fields = {name: field for name, field in cls.model_fields.items() if name != "name" or issubclass(cls, Section)}
+        return [
+            (name, _plain(field.default, field.is_required()), " ".join((field.description or "").split()))
+            for name, field in fields.items()
+        ]
+
+
+class Section(Keys):
     """A table with a fixed set of keys; the text under a key is its help."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
-class Choice(BaseModel):
+class Choice(Keys):
     """A table whose `name` chooses a file; the other keys are that file's options."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -91,6 +104,11 @@ class Model(Section):
     """What loss.kl_beta keeps the policy near: the model as it was, or a copy that follows it slowly."""
     trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _true_is_the_default_table(cls, given: Any) -> Any:
+        return {} if given is True else given
 
 
 class CorrectionSection(Section):
@@ -234,5 +252,28 @@ class CheckpointSection(Section):
     """How many commits stay on disk."""
 
 
+def _plain(default: Any, is_required: bool) -> str:
+    if is_required:
+        return "required"
+    return "a table" if isinstance(default, BaseModel) else "unset" if default is None else repr(default)
+
+
 def _own_fields(choice: Choice) -> dict[str, Any]:
     return {name: getattr(choice, name) for name in type(choice).model_fields}
+
+
+SECTIONS: dict[str, type[Section] | type[Choice]] = {
+    "run": Run,
+    "model": Model,
+    "model.lora": Lora,
+    "data": DataSource,
+    "reward": Reward,
+    "scoring": Scoring,
+    "filter": Filter,
+    "pack": Pack,
+    "loss": LossSection,
+    "loss.correction": CorrectionSection,
+    "checkpoint": CheckpointSection,
+    "eval": Eval,
+}
+"""Sections with keys of their own, for `podium list`."""

@@ -164,7 +164,10 @@ def override(tables: dict[str, Any], flags: Iterable[str]) -> dict[str, Any]:
     for flag in flags:
         key, equals, raw = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not equals or "." not in key:
-            raise InputError(f"{flag!r} is not an override; write --section.key=value")
+            fields = Settings.model_fields.items()
+            places = [name for name, field in fields if key in getattr(type(field.default), "model_fields", {})]
+            hint = f"; did you mean --{places[0]}.{key}?" if places else ""
+            raise InputError(f"{flag!r} is not an override; write --section.key=value{hint}")
         *path, last = key.split(".")
         place: Any = tables
         for part in path:

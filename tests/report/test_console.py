@@ -120,16 +120,22 @@ def test_a_run_that_failed_prints_nothing_more(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
+GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"accuracy_before": None, "accuracy_after": None}, [SUMMARY_LINES[0], *SUMMARY_LINES[2:]]),
-        ({"state": "stopped", "step": 4, "model": None}, ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-1]]),
+        (
+            {"state": "stopped", "step": 4, "model": None},
+            ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-1], GO_ON],
+        ),
         (
             {"skipped_steps": 2},
             [
                 *SUMMARY_LINES[:2],
-                "2 steps made no update: no group had signal, or no finite gradient",
+                "steps without an update: 2 (no group had signal, or no finite gradient)",
                 *SUMMARY_LINES[2:],
             ],
         ),

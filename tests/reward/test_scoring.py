@@ -110,7 +110,7 @@ def test_above_the_allowed_share_of_a_step_the_run_stops(reward: Callable[..., A
     groups = [unscored(0, ("a",) * 9 + ("b",)), unscored(1, ("a",) * 9 + ("b",))]
     # 2 of 20 calls are 0.1: just allowed by 0.1, too many for 0.09
     assert len(score(make_scoring(reward, prompts_per_step=2, max_failed_share=0.1), *groups)) == 2
-    with pytest.raises(RewardFailedError, match=r"2 of 20 reward calls of a step gave no number"):
+    with pytest.raises(RewardFailedError, match=r"2 of 20 reward calls gave no number"):
         score(make_scoring(reward, prompts_per_step=2, max_failed_share=0.09), *groups)
 
 
@@ -286,3 +286,16 @@ def test_a_group_has_signal_only_if_two_rewards_differ() -> None:
     assert not make_group((0.2, None)).has_signal
     assert not make_group((None, None)).has_signal
     assert make_group((0.2, None, 0.3)).has_signal
+
+
+def test_the_share_of_an_evaluation_is_taken_over_all_of_it() -> None:
+    """One failure in ten prompts is a tenth, not one of the first two."""
+
+    def fails_once(prompt: Any, rollout: Any) -> float | None:
+        return None if (prompt.ordinal, rollout.text) == (0, "a") else 1.0
+
+    scoring = make_scoring(fails_once, prompts_per_step=1, max_failed_share=0.1)
+    groups = [unscored(ordinal=ordinal) for ordinal in range(10)]
+    with pytest.raises(RewardFailedError):
+        score(scoring, *groups)
+    assert len(score(scoring.for_evaluation(), *groups)) == 10

@@ -99,8 +99,12 @@ def model_folder(name: str) -> str:
         return str(EMBEDDED)
     if name == "smollm2-135m":
         return str(smollm2_folder())
-    looks_like_path = name.startswith((".", "/", "~")) or Path(name).exists()
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
     folder = Path(name).expanduser()
+    if looks_like_path and not folder.is_dir():
+        raise InputError(f"model.name = {name!r}: no such folder")
+    if looks_like_path and (folder / "adapter_config.json").is_file():
+        raise InputError(f"model.name = {name!r} is a LoRA adapter, not a model; `podium eval` takes it, over its base")
     if looks_like_path and not (folder / "config.json").is_file():
         raise InputError(
             f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load"

@@ -5,6 +5,7 @@ only.
 """
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -96,10 +97,12 @@ class Console:
             self._live = None
 
     def _print(self, as_json: Mapping[str, Any], text: str) -> None:
-        if self._mode == "json":
-            print(json.dumps(as_json), flush=True)
-        elif self._mode == "plain":
-            print(text, flush=True)
+        if self._mode in ("json", "plain"):
+            try:
+                print(json.dumps(as_json) if self._mode == "json" else text, flush=True)
+            except BrokenPipeError:  # `podium train … | head`: nobody reads any more, the run goes on
+                self._mode = "quiet"
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         elif self._mode == "live" and self._live is None:
             self._console.print(Text(text))
 
@@ -122,12 +125,16 @@ def summary_text(summary: Mapping[str, Any]) -> str:
             f"held-out accuracy: {summary['accuracy_before']:.3f} before, {summary['accuracy_after']:.3f} after"
         )
     if summary["skipped_steps"]:
-        lines.append(f"{summary['skipped_steps']} steps made no update: no group had signal, or no finite gradient")
+        lines.append(
+            f"steps without an update: {summary['skipped_steps']} (no group had signal, or no finite gradient)"
+        )
     lines.append(f"run folder: {summary['folder']}")
     if summary["page"]:
         lines.append(f"page: {summary['page']}")
     if summary["model"]:
         lines.append(f"trained model: {summary['model']}")
+    else:
+        lines.append(f"go on with: podium resume {summary['folder']}")
     return "\n".join(lines)
 
 

@@ -86,7 +86,8 @@ def chosen_rollouts(groups: Sequence[Group], each: int = 3) -> list[dict[str, An
         for rollout, reward, parts in zip(group.rollouts, group.rewards, group.reward_parts, strict=True)
         if reward is not None
     ]
-    ranked = sorted(rollouts, key=lambda rollout: -rollout["reward"])
+    different = {(rollout["prompt"], rollout["text"], rollout["reward"]): rollout for rollout in rollouts}
+    ranked = sorted(different.values(), key=lambda rollout: -rollout["reward"])
     middle = max(0, len(ranked) // 2 - each // 2)
     parts = {"best": ranked[:each], "middle": ranked[middle : middle + each], "worst": ranked[-each:]}
     return [{"kind": kind, **rollout} for kind, some in parts.items() for rollout in some]

@@ -5,6 +5,7 @@ A reward that raises abstains and is counted; it never becomes 0. A value that b
 
 import asyncio
 import inspect
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,6 +38,10 @@ class Scoring:
     ) -> None:
         self._by_name, self._default = by_name, default
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+
+    def for_evaluation(self) -> "Scoring":
+        """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
+        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share)
 
     async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
@@ -108,7 +113,7 @@ class Scoring:
             failures: Counter[str] = sum((Counter(each.reward_failures) for each in step), Counter())
             reasons = "; ".join(f"{reason} (×{count})" for reason, count in failures.most_common(3))
             raise RewardFailedError(
-                f"{failed} of {len(values)} reward calls of a step gave no number, more than "
+                f"{failed} of {len(values)} reward calls gave no number, more than "
                 f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
             )
 

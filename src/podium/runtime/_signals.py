@@ -34,3 +34,4 @@ class StopSignal:
             sys.stdout.flush()
             os._exit(128 + number)
         self.number = number
+        os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")

@@ -83,7 +83,7 @@ def local(
         report=reports,
         evaluation=HeldOut(
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
-            scoring,
+            scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
             plan,
             settings.eval.every,
