@@ -1,11 +1,16 @@
 """What `import podium` offers."""
 
+import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 import podium
+from podium.cli import main
 from podium.errors import InputError
 from tests.conftest import small_tables
 
@@ -47,3 +52,24 @@ def test_there_is_nothing_else() -> None:
 def test_evaluation_needs_data(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nothing to evaluate on"):
         podium.evaluate(podium.Settings.from_dict(small_tables(tmp_path / "run")))
+
+
+def test_an_adapter_folder_is_evaluated_over_its_base_and_is_no_model(tmp_path: Path, capsys) -> None:
+    tables = eval_tables(tmp_path / "run")
+    summary = podium.train(podium.Settings.from_dict(tables))
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
+    capsys.readouterr()
+    assert main(["eval", summary.model, str(tmp_path / "run.toml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval/accuracy"] == summary.accuracy_after
+    tables["model"]["name"] = summary.model
+    with pytest.raises(InputError, match="is a LoRA adapter, not a model"):
+        podium.evaluate(podium.Settings.from_dict(tables))
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        tomli_w.dumps(small_tables(tmp_path / "run") | {"report": [{"name": "console"}]})
+    )
+    command = f"{sys.executable} -m podium.cli train {tmp_path / 'run.toml'} | head -1"
+    subprocess.run(command, shell=True, check=True, capture_output=True, timeout=120)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
