@@ -26,7 +26,7 @@ ALLOWED = {
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES,
     "engine": BELOW_STAGES,
-    "reward": BELOW_STAGES,
+    "reward": BELOW_STAGES | {"lookup"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
     "filter": {"records"},
     "pack": {"records"},

@@ -173,7 +173,7 @@ TOP = (
             "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
         ),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
-        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share"),
+        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share, worker_memory_mb, workers"),
         (
             {"loss": {"clip": 0.2}},
             "loss.clip is not an option of grpo; did you mean 'clip_low'? Valid: clip_high, clip_low",

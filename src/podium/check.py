@@ -5,6 +5,7 @@ the run's rewards, and adds up the memory. Writes nothing.
 """
 
 import asyncio
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,15 @@ from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
-from podium.runtime._build import build_advantages, build_data, build_scoring, held_out_data, make_engine, make_rollout
+from podium.runtime._build import (
+    build_advantages,
+    build_data,
+    build_scoring,
+    held_out_data,
+    make_engine,
+    make_rollout,
+    refuse_rewards,
+)
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -25,11 +34,13 @@ def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    refuse_rewards(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
-    groups = asyncio.run(_dry_run(settings, policy, data, scoring))
+    with closing(scoring):
+        groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
         _section("data", _data_lines(data, policy.tokenizer)),

@@ -211,11 +211,27 @@ class DataSource(Choice):
 class Reward(Choice):
     weight: float = 1.0
     """Its share in the sum."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that one call may take in its worker process; by default 10."""
+
+    def resolved(self, stage: str, where: str) -> "Reward":
+        """Rewards that need no worker process have no time limit."""
+        made = super().resolved(stage, where)
+        assert isinstance(made, Reward)
+        if not getattr(find(stage, self.name), "runs_inline", False):
+            return made.model_copy(update={"timeout_s": self.timeout_s or 10.0})
+        if self.timeout_s is not None:
+            raise InputError(f"{where}.timeout_s has no effect: {self.name} needs no time limit; remove it")
+        return made
 
 
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that run rewards; by default one a core. They start when they are needed."""
+    worker_memory_mb: Annotated[int, Field(ge=64)] | None = None
+    """Memory that rewards may take in a process, beyond what their imports took; by default 4096."""
 
 
 class Filter(Section):

@@ -19,7 +19,6 @@ from podium.records import (
     PolicyLoss,
     Prompt,
     Request,
-    Rollout,
     RunState,
     Sampling,
     StepReport,
@@ -66,15 +65,22 @@ class RolloutStage(Protocol):
 
 
 class RewardFunction(Protocol):
-    """A reward: a number for one rollout, or None to abstain. May be a coroutine."""
+    """A reward: a number for one rollout, or None to abstain. May be a coroutine.
 
-    def __call__(self, prompt: Prompt, rollout: Rollout) -> Any: ...
+    One whose second argument is called `rollouts` is given the whole group and returns a list.
+    """
+
+    def __call__(self, prompt: Prompt, rollout: Any, /) -> Any: ...
 
 
 class RewardStage(Protocol):
     """Stage 3. Scores each group as it arrives, beside generation."""
 
     def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]: ...
+
+    def close(self) -> None:
+        """Ends what it started; called when the run ends, however it does."""
+        ...
 
 
 AdvantageFunction = Callable[[Sequence[float]], Sequence[float]]

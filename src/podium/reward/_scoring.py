@@ -1,19 +1,24 @@
 """Stage 3: every reward of a group's prompt, weighed and summed, as soon as the group arrives.
 
-A reward that raises abstains and is counted; it never becomes 0. A value that breaks the contract stops the run.
+Rewards run in worker processes, beside generation; those that are quick and harmless run here. A reward that raises,
+takes too long or takes its process down abstains and is counted; it never becomes 0. A value that breaks the contract
+stops the run.
 """
 
 import asyncio
-import inspect
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from podium.errors import RewardFailedError
-from podium.records import Group, Prompt, Rollout
-from podium.reward._contract import check_value, declared_range
+from podium.records import Group
+from podium.reward._calls import call_reward
+from podium.reward._contract import check_value, declared_range, style_of
+from podium.reward._messages import EncodedGroup, Failed, Outcome, encode_group
+from podium.reward._workers import RewardWorkers
 from podium.stages import RewardFunction
 
 
@@ -24,10 +29,17 @@ class NamedReward:
     name: str
     function: RewardFunction
     weight: float = 1.0
+    timeout_s: float | None = None
+    """What a call may take in a worker process; None: it runs in this process, without a limit."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The bound options as plain data, for the worker."""
 
 
 class Scoring:
-    """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name."""
+    """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name.
+
+    `workers` is needed where a reward has a time limit; `close` ends them.
+    """
 
     def __init__(
         self,
@@ -35,13 +47,19 @@ class Scoring:
         default: Sequence[str],
         prompts_per_step: int,
         max_failed_share: float = 0.1,
+        workers: RewardWorkers | None = None,
     ) -> None:
-        self._by_name, self._default = by_name, default
+        self._by_name, self._default, self._workers = by_name, default, workers
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
-        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share)
+        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share, self._workers)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._workers is not None:
+            self._workers.close()
 
     async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
@@ -65,9 +83,16 @@ class Scoring:
         """The group with rewards, their parts and what failed."""
         started = time.monotonic()
         rewards = [self._by_name[name] for name in group.prompt.reward or self._default]
+        encoded = encode_group(group) if any(reward.timeout_s is not None for reward in rewards) else None
+        columns = await asyncio.gather(*(self._outcomes(reward, group, encoded) for reward in rewards))
         failures: Counter[str] = Counter()
-        calls = (self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts)
-        parts = await asyncio.gather(*calls)
+        parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
+        for reward, column in zip(rewards, columns, strict=True):
+            for part, outcome in zip(parts, column, strict=True):
+                if isinstance(outcome, Failed):
+                    failures[f"{reward.name}: {outcome.reason}"] += 1
+                value = None if isinstance(outcome, Failed) else outcome
+                part[reward.name] = check_value(reward.name, reward.function, value, group.prompt)
         totals = [_total(rewards, part) for part in parts]
         weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
         highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)
@@ -80,22 +105,17 @@ class Scoring:
             scoring_s=time.monotonic() - started,
         )
 
-    async def _score_one(
-        self, rewards: Sequence[NamedReward], prompt: Prompt, rollout: Rollout, failures: Counter[str]
-    ) -> dict[str, float | None]:
-        values: dict[str, float | None] = {}
-        for reward in rewards:
-            try:
-                value = reward.function(prompt, rollout)
-                if inspect.isawaitable(value):
-                    value = await value
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                raise
-            except BaseException as error:  # SystemExit too: a reward does not end the run
-                failures[f"{reward.name}: {type(error).__name__}: {error}"] += 1
-                value = None
-            values[reward.name] = check_value(reward.name, reward.function, value, prompt)
-        return values
+    async def _outcomes(self, reward: NamedReward, group: Group, encoded: EncodedGroup | None) -> list[Outcome]:
+        """One a rollout."""
+        style = style_of(reward.function)
+        if reward.timeout_s is not None:
+            assert self._workers is not None
+            assert encoded is not None
+            return await self._workers.score(reward.name, style, reward.timeout_s, encoded)
+        outcomes: dict[int, Outcome] = {}
+        rollouts = dict(enumerate(group.rollouts))
+        await call_reward(reward.name, reward.function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
+        return [outcomes[index] for index in rollouts]
 
     def _checked(self, group: Group, step: list[Group]) -> Group:
         """The group, once the step that it completes is known to be good; `step` gathers its groups."""

@@ -7,9 +7,10 @@ import re
 import string
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.reward._contract import declare_range, runs_inline
 
 
+@runs_inline
 @declare_range(0.0, 1.0)
 def exact(prompt: Prompt, rollout: Rollout) -> float:
     """Any of several expected answers will do, where `answer` is a list."""

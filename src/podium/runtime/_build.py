@@ -1,6 +1,7 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +12,23 @@ from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
 from podium.ledger import Ledger
-from podium.lookup import choices, find, validate_options
+from podium.lookup import choices, find
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.model.load import Policy
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
+from podium.reward._contract import bind_options
 from podium.reward._scoring import NamedReward, Scoring
+from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
-from podium.sections import Choice, CorrectionSection, DataSource
+from podium.sections import Choice, CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
+
+DEFAULT_WORKER_MEMORY_MB = 4096
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,7 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     for choice in settings.reward:
         if choice.name in by_name:
             raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
-        function = bind_options(find("reward", choice.name), choice.options)
-        by_name[choice.name] = NamedReward(choice.name, function, choice.weight)
+        by_name[choice.name] = _named_reward(choice)
     combinations = {names for source in data for names in source.reward_choices}
     named_by_rows = {name for names in combinations for name in names}
     for name in sorted(named_by_rows - set(by_name)):
@@ -87,25 +91,47 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
             raise InputError(
                 f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}"
             )
-        function = find("reward", name)
-        options = validate_options(f"reward {name!r}, named by a row", function, {})
-        by_name[name] = NamedReward(name, bind_options(function, options))
+        by_name[name] = _named_reward(Reward(name=name).resolved("reward", f"reward {name!r}, named by a row"))
     unused = [] if () in combinations else sorted({choice.name for choice in settings.reward} - named_by_rows)
     if unused and all_rows:
         raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")
     default = [choice.name for choice in settings.reward]
-    return Scoring(by_name, default, settings.run.prompts_per_step, settings.scoring.max_failed_share)
+    workers = _build_workers(settings, by_name, all_rows)
+    return Scoring(by_name, default, settings.run.prompts_per_step, settings.scoring.max_failed_share, workers)
 
 
-def bind_options(function: Any, options: dict[str, Any]) -> Any:
-    """The reward with its options bound; the declared range stays on it."""
-    bound = partial(function, **options)
-    for name in ("min_value", "max_value"):
-        if hasattr(function, name):
-            setattr(bound, name, getattr(function, name))
-    return bound
+def refuse_rewards(settings: Settings) -> None:
+    """Rewards that could not run here are an error before the model is loaded."""
+    for choice in settings.reward:
+        _named_reward(choice)
+
+
+def _named_reward(choice: Reward) -> NamedReward:
+    found = find("reward", choice.name)
+    if choice.timeout_s is not None and choice.name.startswith("__main__:"):
+        raise InputError(
+            f"reward.name = {choice.name!r}: a worker process cannot import the script that was started; put the "
+            f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
+        )
+    if refuse := getattr(found, "refuse", None):
+        refuse(**choice.options)
+    function = bind_options(found, choice.options)
+    plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
+    return NamedReward(choice.name, function, choice.weight, choice.timeout_s, plain)
+
+
+def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:
+    given = settings.scoring
+    recipes = [{"name": each.name, "options": each.options} for each in by_name.values() if each.timeout_s is not None]
+    if recipes:
+        cores = len(os.sched_getaffinity(0))
+        return RewardWorkers(recipes, given.workers or cores, given.worker_memory_mb or DEFAULT_WORKER_MEMORY_MB)
+    for key in ("workers", "worker_memory_mb"):
+        if getattr(given, key) is not None and all_rows:
+            raise InputError(f"scoring.{key} has no effect: no reward of this run needs a worker process; remove it")
+    return None
 
 
 def build_advantages(settings: Settings) -> Any:

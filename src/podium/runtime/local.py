@@ -28,6 +28,7 @@ from podium.runtime._build import (
     make_rollout,
     parity_tolerance,
     probe_ids,
+    refuse_rewards,
     run_card,
 )
 from podium.settings import Settings
@@ -42,6 +43,7 @@ def local(
     console_mode: str | None = None,
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
+    refuse_rewards(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)
