@@ -102,7 +102,10 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_data_is_ever_executed(path: Path) -> None:
-    """No pickle, eval, exec or torch.load anywhere."""
+    """No pickle, eval, exec or torch.load anywhere but in what runs inside the sandbox."""
+    if path.parent.name == "_inside":
+        assert imported_parts(path) == set()
+        return
     tree = ast.parse(path.read_text())
     called = {
         node.func.id if isinstance(node.func, ast.Name) else f"{ast.unparse(node.func)}"

@@ -32,7 +32,7 @@ def runs_inline(function: F) -> F:
 
 
 def refuses(check: Callable[..., None]) -> Callable[[F], F]:
-    """Decorator: `check(**options)` raises an `InputError`, before the model loads, where the reward cannot run."""
+    """Decorator: `check(timeout_s, **options)` raises an `InputError`, before the model loads, where it cannot run."""
 
     def mark(function: F) -> F:
         function.refuse = check  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from typing import Any
 from podium.errors import RewardFailedError
 from podium.records import Group
 from podium.reward._calls import call_reward
-from podium.reward._contract import check_value, declared_range, style_of
+from podium.reward._contract import Style, check_value, declared_range, style_of
 from podium.reward._messages import EncodedGroup, Failed, Outcome, encode_group
 from podium.reward._workers import RewardWorkers
 from podium.stages import RewardFunction
@@ -51,6 +51,7 @@ class Scoring:
     ) -> None:
         self._by_name, self._default, self._workers = by_name, default, workers
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+        self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
@@ -107,7 +108,7 @@ class Scoring:
 
     async def _outcomes(self, reward: NamedReward, group: Group, encoded: EncodedGroup | None) -> list[Outcome]:
         """One a rollout."""
-        style = style_of(reward.function)
+        style = self._styles[reward.name]
         if reward.timeout_s is not None:
             assert self._workers is not None
             assert encoded is not None

@@ -116,7 +116,7 @@ def _named_reward(choice: Reward) -> NamedReward:
             f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
         )
     if refuse := getattr(found, "refuse", None):
-        refuse(**choice.options)
+        refuse(choice.timeout_s, **choice.options)
     function = bind_options(found, choice.options)
     plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
     return NamedReward(choice.name, function, choice.weight, choice.timeout_s, plain)
