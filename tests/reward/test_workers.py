@@ -71,7 +71,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 CORPUS: list[tuple[Style, str]] = [
     *(("each", name) for name in KINDS),
-    *(("together", name) for name, kind in KINDS.items() if kind in ("dead", "raised")),
+    *(("together", name) for name, kind in KINDS.items() if kind in ("dead", "full", "garbled", "raised")),
     ("together", "sleeps"),
     ("together", "returns nan"),
     ("batched", "sleeps"),
@@ -123,7 +123,9 @@ def expected_kind(name: str) -> str:
 
 REASONS = {
     "late": r"timeout after 0\.4 s",
-    "dead": r"its process (exited with code \d+|was killed by SIG\w+|died)|its processor time was used up",
+    "dead": r"its process (exited with code \d+|was killed by SIG\w+)|its processor time was used up",
+    "full": r"its process ran out of memory, see scoring.worker_memory_mb",
+    "garbled": r"its process sent what no reward returns",
     "raised": r"\w+(: .*)?",
 }
 
@@ -211,6 +213,11 @@ def test_a_worker_that_died_is_given_the_call_once_more(tmp_path: Path) -> None:
     """The cause may have been outside: the kernel short of memory, an administrator."""
     assert score(f"{HOSTILE}:dies_once", group_of(["a", "b"], answer=str(tmp_path / "done"))) == [1.0, 1.0]
     assert (tmp_path / "done").exists()
+
+
+def test_a_reward_that_leaks_memory_is_scored_by_ever_fresh_workers() -> None:
+    """100 MB a call with 512 MB allowed: the fifth or so no longer fits beside the others, but does alone."""
+    assert score(f"{HOSTILE}:leaks", group_of(["a"] * 12)) == [1.0] * 12
 
 
 def test_the_pool_recovers_when_the_template_is_killed(tmp_path: Path) -> None:

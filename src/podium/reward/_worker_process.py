@@ -24,7 +24,7 @@ from podium.lookup import find, validate_options
 from podium.reward._calls import call_reward
 from podium.reward._contract import Style, bind_options, style_of
 from podium.reward._death import adopt_orphans, die_with_parent
-from podium.reward._messages import Outcome, decode, encode_outcome
+from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
 
 MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 512
@@ -179,6 +179,8 @@ class Worker:
     def _report(self, index: int, outcome: Outcome) -> None:
         if os.getpid() != self._pid:  # the reward forked, and the child returned as well
             os._exit(1)
+        if isinstance(outcome, Failed) and outcome.reason.startswith("MemoryError"):
+            os._exit(OUT_OF_MEMORY)  # perhaps calls before this one filled it: a fresh worker tells
         self._write(encode_outcome(index, outcome))
 
     def _read(self, count: int) -> bytes:
