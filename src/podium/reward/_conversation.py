@@ -53,6 +53,7 @@ class Worker:
 
     def kill(self) -> None:
         """The whole group. The template keeps the number from being given away until the worker is buried."""
+        assert self.pid > 1  # 0 would be the driver's own group
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.close()
@@ -78,7 +79,7 @@ class Conversation:
         self.timer = self._loop.call_at(self._deadline, self._look_at_the_clock)
 
     def read(self) -> None:
-        """Takes what is there."""
+        """Takes some of what is there."""
         if self.fate.done():
             return
         try:
@@ -96,8 +97,11 @@ class Conversation:
             self.fate.set_result("garbled")
 
     def end(self) -> None:
-        """The process has ended, though a child of its may still hold the socket."""
-        self.read()
+        """The process has ended, though a child of its may still hold the socket; what it said before counts."""
+        missing = None
+        while missing != len(self._missing) and not self.fate.done():
+            missing = len(self._missing)
+            self.read()
         if not self.fate.done():
             self.fate.set_result("dead")
 
