@@ -44,3 +44,7 @@ class EngineError(PodiumError):
 
 class CheckpointError(PodiumError):
     """A checkpoint cannot be trusted: a file is missing, shorter or different from its manifest."""
+
+
+class SharedPrefixError(PodiumError):
+    """A prompt computed once for its group gives other logprobs than one computed for each answer."""

@@ -7,6 +7,8 @@ stage that adds something makes a new record. In a Batch every tensor is flat ov
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +21,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 def ids_digest(token_ids: Sequence[int]) -> str:
     """Fingerprint of token ids: an engine's answer takes it, the trainer checks it before it trains."""
-    return hashlib.blake2b(b"".join(i.to_bytes(8, "little", signed=True) for i in token_ids), digest_size=8).hexdigest()
+    as_int64 = array("q", token_ids)
+    if sys.byteorder == "big":
+        as_int64.byteswap()
+    return hashlib.blake2b(as_int64.tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,8 @@ class Batch:
     """One a document: how many of its tokens are the prompt."""
     digests: tuple[str, ...]
     """One a document: the fingerprint of its answer's ids as sampled."""
+    ordinals: tuple[int, ...] = ()
+    """One a document: its prompt's ordinal, where adjacent documents of one prompt may share its computation."""
     minibatch: int = 0
     """Which update of the step it belongs to; "the whole optimizer step" above is that update."""
     old_logprobs: torch.Tensor | None = None
@@ -237,7 +244,15 @@ class Batch:
             cu_seqlens=self.cu_seqlens[first : last + 1] - start,
             answer_starts=self.answer_starts[first:last],
             digests=self.digests[first:last],
+            ordinals=self.ordinals[first:last],
         )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch there; `cu_seqlens` stays on the CPU, where documents are counted and cut."""
+        names = ("token_ids", "position_ids", "document_ids", "loss_mask", "advantages", "rollout_logprobs")
+        names += ("old_logprobs", "reference_logprobs")
+        tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)

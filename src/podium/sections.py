@@ -228,8 +228,10 @@ class Filter(Section):
 
 
 class Pack(Section):
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Tokens per forward pass. Changes memory and speed, never the result."""
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
+    """Tokens per forward pass; by default what the device's memory allows. Changes memory and speed, not the result."""
+    shared_prefix: bool = False
+    """Computes a prompt once for all answers of its group in a batch; worth it where prompts are long. Same result."""
 
 
 class Eval(Section):

@@ -30,6 +30,7 @@ from podium.runtime._build import (
     probe_ids,
     run_card,
 )
+from podium.runtime._memory import memory_plan
 from podium.settings import Settings
 from podium.stages import Stages
 
@@ -48,8 +49,14 @@ def local(
     held_out = held_out_data(settings, policy, plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
+    memory = memory_plan(settings, policy, max(data.lengths))
     trainer = find("trainer", settings.trainer.name)(
-        policy, build_objective(settings), plan.steps, build_reference(settings), **settings.trainer.options
+        policy,
+        build_objective(settings),
+        plan.steps,
+        build_reference(settings),
+        settings.pack.shared_prefix,
+        **settings.trainer.options | {"gradient_checkpointing": memory.gradient_checkpointing},
     )
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
@@ -62,10 +69,10 @@ def local(
         filter=build_filter(settings),
         pack=partial(
             pack,
-            max_tokens_per_batch=settings.pack.max_tokens_per_batch,
+            max_tokens_per_batch=memory.max_tokens_per_batch,
             temperature=settings.rollout.options.get("temperature", 1.0),
             minibatches=settings.trainer.options.get("minibatches_per_step", 1),
-            device=policy.device,
+            shared_prefix=settings.pack.shared_prefix,
         ),
         trainer=trainer,
         sync=find("sync", settings.sync.name)(

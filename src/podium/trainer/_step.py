@@ -9,16 +9,22 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
-from podium.trainer._checks import check_ids, check_split
+from podium.trainer._checks import refuse_split_gap, split_gap
 
-LogprobsOf = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
 
 
 def gradients_of_update(
-    logprobs_of: LogprobsOf, model: PreTrainedModel, batches: Sequence[Batch], loss: Loss, halvings: int
+    logprobs_of: LogprobsOf,
+    place: Callable[[Batch], Placed],
+    model: PreTrainedModel,
+    batches: Sequence[Placed],
+    loss: Loss,
+    halvings: int,
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
@@ -26,12 +32,14 @@ def gradients_of_update(
     same gradient, since shares add up. A single document that does not fit is more than can be helped.
     """
     while True:
-        parts = [part for batch in batches for part in halved(batch, halvings)]
+        parts = batches
+        if halvings:
+            parts = [place(part) for placed in batches for part in halved(placed.batch.to("cpu"), halvings)]
         model.zero_grad(set_to_none=True)
         try:
             return accumulate_gradients(logprobs_of, parts, loss), halvings
         except torch.OutOfMemoryError:
-            if all(part.num_documents == 1 for part in parts):
+            if all(part.batch.num_documents == 1 for part in parts):
                 raise
         halvings += 1  # outside the handler: the exception holds on to the failed pass's memory
         if torch.cuda.is_available():
@@ -47,20 +55,21 @@ def halved(batch: Batch, times: int) -> list[Batch]:
     return [part for half in halves for part in halved(half, times - 1)]
 
 
-def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
-    """Leaves the step's gradient on the parameters and returns its metrics."""
+def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Placed], loss: Loss) -> dict[str, float]:
+    """Leaves the step's gradient on the parameters and returns its metrics; waits for the device only at the end."""
     totals: dict[str, torch.Tensor] = {}
-    to_split = next((number for number, batch in enumerate(batches) if batch.num_documents > 1), None)
-    for number, batch in enumerate(batches):
-        check_ids(batch)
-        logprobs, entropy = logprobs_of(batch)
-        if number == to_split:
-            check_split(loss, logprobs, batch)
-        output = loss(logprobs, batch)
+    gap: torch.Tensor | None = None
+    for placed in batches:
+        logprobs, entropy = logprobs_of(placed)
+        if gap is None and placed.batch.num_documents > 1:
+            gap = split_gap(loss, logprobs, placed.batch)
+        output = loss(logprobs, placed.batch)
         output.loss.backward()
-        for name, value in _sums(output, logprobs.detach(), entropy, batch).items():
+        for name, value in _sums(output, logprobs.detach(), entropy, placed.batch).items():
             totals[name] = totals[name] + value if name in totals else value
-    metrics = {name: float(total) for name, total in totals.items()}
+    if gap is not None:
+        refuse_split_gap(gap)
+    metrics = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
     variance = metrics.pop("ratio_squared") - metrics["loss/ratio_mean"] ** 2
     return metrics | {"loss/ratio_var": max(0.0, variance)}
 
@@ -70,7 +79,7 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
     mask = batch.loss_mask.bool()
 
     def share(values: torch.Tensor) -> torch.Tensor:
-        return values[mask].double().sum() / batch.num_loss_tokens
+        return torch.where(mask, values, 0).double().sum() / batch.num_loss_tokens
 
     gap = logprobs - batch.rollout_logprobs
     ratio = gap.exp()

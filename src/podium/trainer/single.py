@@ -18,11 +18,13 @@ from pydantic import Field
 
 from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import policy_logprobs, sequence_logprobs
+from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
+from podium.model.fused import compile_layers
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
+from podium.trainer._checks import check_ids, check_shared_prefix
 from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
@@ -38,6 +40,7 @@ class Single:
         loss: Loss,
         total_steps: int = 1,
         reference: ReferenceSettings | None = None,
+        shared_prefix: bool = False,
         *,
         lr: Annotated[
             float | None, Field(gt=0, description="learning rate; by default 1e-5 under LoRA, 1e-6 for full weights")
@@ -53,7 +56,14 @@ class Single:
             Literal["float32", "bfloat16"],
             Field(description="of the matrix products; weights, logits, loss and optimizer stay as they are"),
         ] = "float32",
-        gradient_checkpointing: Annotated[bool, Field(description="less memory, about a third more time")] = False,
+        gradient_checkpointing: Annotated[
+            bool | None,
+            Field(description="less memory, about a third more time; by default where batches would not fit otherwise"),
+        ] = None,
+        compile: Annotated[
+            bool | None,
+            Field(description="fuses the layers' kernels; by default on CUDA, where the first step waits for it"),
+        ] = None,
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
@@ -66,6 +76,8 @@ class Single:
         self._reference = (
             None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
         )
+        self._shared_prefix = shared_prefix
+        self._is_prefix_checked = not shared_prefix
         self._num_steps = 0
         """Steps that made at least one update."""
         self._halvings = 0
@@ -73,6 +85,8 @@ class Single:
         if gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.enable_input_require_grads()
+        if policy.device.type == "cuda" if compile is None else compile:
+            compile_layers(self._model)
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         return await on_device_thread(self._step, batches)
@@ -120,8 +134,11 @@ class Single:
             return UpdateResult(updated=False, num_loss_tokens=0, metrics={"optim/skipped": 1.0})
         lr = self._rate(self._num_steps)
         self._optimizer.param_groups[0]["lr"] = lr
-        prepared = self._prepare(batches)
-        parts = [list(part) for _, part in groupby(prepared, key=lambda batch: batch.minibatch)]
+        for batch in batches:
+            check_ids(batch)
+            self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
+        prepared = self._prepare([self._place(batch) for batch in batches])
+        parts = [list(part) for _, part in groupby(prepared, key=lambda placed: placed.batch.minibatch)]
         updates = [self._update(part) for _ in range(self._epochs) for part in parts]
         is_updated = any(not update["optim/skipped"] for update in updates)
         self._num_steps += is_updated
@@ -129,37 +146,50 @@ class Single:
             self._reference.follow(self._num_steps)
         return UpdateResult(
             updated=is_updated,
-            num_loss_tokens=sum(part[0].num_loss_tokens for part in parts),
+            num_loss_tokens=sum(part[0].batch.num_loss_tokens for part in parts),
             metrics={name: fmean(update[name] for update in updates) for name in updates[0]}
             | {
                 "optim/lr": lr,
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
                 "pack/batches": float(sum(len(halved(batch, self._halvings)) for batch in batches)),
-                "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
+                "pack/tokens": float(sum(len(placed.row.token_ids) for placed in prepared)),
             },
         )
 
-    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
-        """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
-        made = list(batches)
-        if self._has_several_updates and self._loss.takes_snapshot:
-            made = [replace(batch, old_logprobs=self._snapshot(batch)) for batch in made]
-        if self._reference:
-            made = [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in made]
-        return self._loss.prepare(made)
+    def _check_prefix(self, batch: Batch) -> bool:
+        """Done once, with the first batch that has something to share."""
 
-    def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return policy_logprobs(self._model, batch, self._compute_dtype)
+        def logprobs_of(batch: Batch, shared_prefix: bool) -> torch.Tensor:
+            return self._snapshot(place(batch, self._policy.device, shared_prefix=shared_prefix))
+
+        return check_shared_prefix(logprobs_of, batch, self._compute_dtype or self._model.dtype)
+
+    def _place(self, batch: Batch) -> Placed:
+        return place(batch, self._policy.device, shared_prefix=self._shared_prefix)
+
+    def _prepare(self, placed: list[Placed]) -> list[Placed]:
+        """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
+        if self._has_several_updates and self._loss.takes_snapshot:
+            placed = [each.with_fields(old_logprobs=self._snapshot(each)) for each in placed]
+        if self._reference:
+            placed = [each.with_fields(reference_logprobs=self._reference.logprobs(each)) for each in placed]
+        batches = self._loss.prepare([each.batch for each in placed])
+        return [replace(each, batch=batch) for each, batch in zip(placed, batches, strict=True)]
+
+    def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+        return policy_logprobs(self._model, placed, self._compute_dtype)
 
     @torch.no_grad()
-    def _snapshot(self, batch: Batch) -> torch.Tensor:
+    def _snapshot(self, placed: Placed) -> torch.Tensor:
         """The policy's logprobs as they are now, `[T]`."""
-        return self._logprobs(batch)[0]
+        return self._logprobs(placed)[0]
 
-    def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def _update(self, batches: Sequence[Placed]) -> dict[str, float]:
         """One optimizer step; a gradient that is not finite makes none."""
         self._model.train()
-        metrics, self._halvings = gradients_of_update(self._logprobs, self._model, batches, self._loss, self._halvings)
+        metrics, self._halvings = gradients_of_update(
+            self._logprobs, self._place, self._model, batches, self._loss, self._halvings
+        )
         self._model.eval()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
