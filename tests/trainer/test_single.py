@@ -261,6 +261,37 @@ def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, 
     assert max(calls) <= 4 // 2**fails  # remembered: no second failure
 
 
+def test_a_restored_trainer_cuts_its_batches_as_the_unbroken_one_does(monkeypatch) -> None:
+    """The same cuts are the same order of float sums, so the same bits."""
+    real, sizes = single_module.policy_logprobs, []
+
+    def tight(model, batch, dtype):
+        sizes.append(batch.num_documents)
+        if batch.num_documents > 2:
+            raise torch.OutOfMemoryError("too large")
+        return real(model, batch, dtype)
+
+    unbroken = a_trainer()
+    monkeypatch.setattr(single_module, "policy_logprobs", tight)
+    step(unbroken, [[0, 1, 2, 3]])
+    saved = unbroken.state()
+    sizes.clear()
+    restored = a_trainer()
+    restored.load_state(saved)
+    for trainer in (unbroken, restored):
+        step(trainer, [[0, 1, 2, 3]])
+    assert sizes == [2, 2, 2, 2]  # no third pass that had to fail first
+    one, other = unbroken.state(), restored.state()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_from_before_cuts_were_kept_starts_without_any() -> None:
+    trainer = a_trainer()
+    saved = {name: tensor for name, tensor in trainer.state().items() if name != "halvings"}
+    trainer.load_state(saved)
+    assert int(trainer.state()["halvings"]) == 0
+
+
 def test_out_of_memory_in_the_second_batch_leaves_nothing_of_the_first_attempt(monkeypatch) -> None:
     real = single_module.policy_logprobs
     monkeypatch.setattr(

@@ -69,7 +69,7 @@ class Single:
         self._num_steps = 0
         """Steps that made at least one update."""
         self._halvings = 0
-        """How often batches are cut in two because they did not fit into memory."""
+        """How often batches are cut in two because they did not fit into memory; it orders float sums."""
         if gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.enable_input_require_grads()
@@ -89,7 +89,8 @@ class Single:
         tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         tensors |= dict(optimizer_state(self._optimizer, self._parameters))
         tensors |= self._reference.state() if self._reference else {}
-        tensors |= random_state() | {"num_steps": torch.tensor(self._num_steps)}
+        tensors |= random_state()
+        tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -105,6 +106,7 @@ class Single:
         if self._reference:
             self._reference.load_state(tensors)
         self._num_steps = int(tensors["num_steps"])
+        self._halvings = int(tensors.get("halvings", 0))  # checkpoints written before it was kept have none
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
