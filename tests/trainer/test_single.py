@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from podium.errors import SplitError, TokenMismatchError
+from podium.lookup import choices, find
+from podium.loss._correction import Correction
 from podium.loss._objective import Objective
+from podium.loss._traits import traits_of
 from podium.loss.grpo import grpo
 from podium.model.load import load_policy
-from podium.pack import Document, to_batch
-from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
+from podium.pack import Document, pack, to_batch
+from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
 from podium.trainer import single as single_module
+from podium.trainer._step import gradients_of_update
 from podium.trainer.single import Single
 from tests.broken import own_denominator
 
@@ -27,15 +31,21 @@ def a_trainer(*, lora: bool = False, loss=None, lr: float = 1e-3, reference=None
     return Single(load_policy(section, seed=0), loss or Objective(grpo), 10, reference, lr=lr, **options)
 
 
+def a_group(trainer: Single, number: int = 4) -> Group:
+    """The first answers to one prompt."""
+    tokenizer = trainer._policy.tokenizer
+    rollouts = []
+    for text in TEXTS[:number]:
+        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
+        rollouts.append(Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids)))
+    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
+    return Group(prompt, tuple(rollouts), rewards=(1.0,) * number, advantages=tuple(ADVANTAGES[:number]))
+
+
 def batches(trainer: Single, split: list[list[int]]) -> list[Batch]:
     """The four documents in the given batches."""
-    tokenizer = trainer._policy.tokenizer
-    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
-    documents = []
-    for text, advantage in zip(TEXTS, ADVANTAGES, strict=True):
-        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
-        rollout = Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
-        documents.append(Document(prompt, rollout, advantage))
+    group = a_group(trainer)
+    documents = [Document(group.prompt, *pair) for pair in zip(group.rollouts, group.advantages, strict=True)]
     tokens = sum(len(document.rollout.token_ids) for document in documents)
     return [
         to_batch([documents[i] for i in part], num_loss_tokens=tokens, num_rollouts=4, temperature=1.0)
@@ -337,3 +347,37 @@ def test_bfloat16_products_change_the_gradient_by_little_and_the_weights_stay_fl
     one, other = (torch.cat([p.grad.flatten() for p in trainer._parameters.values()]) for trainer in (plain, half))
     assert not torch.equal(one, other)
     assert float((one - other).norm() / one.norm()) < 0.1
+
+
+AVERAGED_LOSSES = [
+    (name, average)
+    for name in choices("loss")
+    for average in ("tokens", "rollouts", "constant")
+    if traits_of(find("loss", name)).average in (None, average)
+]
+
+
+@pytest.mark.parametrize(("name", "average"), AVERAGED_LOSSES)
+def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
+    """Whatever the loss: no bit of gradient or metrics, also not of the KL and the correction."""
+    loss = find("loss", name)
+    correction = Correction(traits_of(loss).correction_level)
+    objective = Objective(loss, average, constant=5, correction=correction, kl_beta=0.1)
+    trainer = a_trainer()
+    made = []
+    for batch in pack([a_group(trainer, 2)], max_tokens_per_batch=99, temperature=1.0, ranks=3):
+        near = trainer._snapshot(batch) + 0.01 * batch.loss_mask
+        made.append(replace(batch, old_logprobs=near, reference_logprobs=near))
+    assert [bool(batch.loss_mask.any()) for batch in made] == [True, True, False]
+
+    def gradients(batches: list[Batch]) -> tuple[dict[str, float], torch.Tensor]:
+        metrics, _ = gradients_of_update(trainer._logprobs, trainer._model, batches, objective, 0)
+        return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
+
+    (without, gradient), (metrics, same) = gradients(made[:2]), gradients(made)
+    assert metrics == without
+    assert torch.equal(same, gradient)
+    assert gradient.abs().sum() > 0
+    metrics, nothing = gradients(made[2:])
+    assert set(metrics.values()) == {0.0}
+    assert nothing.abs().sum() == 0

@@ -1,4 +1,4 @@
-"""The reference trainer: one process, one device, LoRA or full weights.
+"""The reference trainer: one device a process, LoRA or full weights, every rank with all parameters.
 
 In: the batches of a step. Out: what the update did. It is blind to the algorithm: advantages come with the tokens,
 the loss is handed to it. A loss or gradient that is not finite leaves the weights untouched and is counted.
@@ -24,6 +24,7 @@ from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
 from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
+from podium.trainer._ranks import sum_over_ranks
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved
@@ -136,10 +137,17 @@ class Single:
             | {
                 "optim/lr": lr,
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
-                "pack/batches": float(sum(len(halved(batch, self._halvings)) for batch in batches)),
-                "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
+                **self._pack_metrics(batches),
             },
         )
+
+    def _pack_metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Over all ranks; a spare batch, which only keeps a rank in step, does not count."""
+        trained = [batch for batch in batches if batch.loss_mask.any()]
+        passes = sum(len(halved(batch, self._halvings)) for batch in trained)
+        tokens = sum(len(batch.token_ids) for batch in trained)
+        counts = sum_over_ranks(torch.tensor([passes, tokens], device=self._policy.device))
+        return dict(zip(("pack/batches", "pack/tokens"), map(float, counts.tolist()), strict=True))
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
@@ -148,7 +156,7 @@ class Single:
             made = [replace(batch, old_logprobs=self._snapshot(batch)) for batch in made]
         if self._reference:
             made = [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in made]
-        return self._loss.prepare(made)
+        return self._loss.prepare(made, sum_over_ranks)
 
     def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return policy_logprobs(self._model, batch, self._compute_dtype)
