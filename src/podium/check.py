@@ -14,8 +14,17 @@ from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
-from podium.runtime._build import build_advantages, build_data, build_scoring, held_out_data, make_engine, make_rollout
+from podium.runtime._build import (
+    build_advantages,
+    build_data,
+    build_scoring,
+    check_trainer,
+    held_out_data,
+    make_engine,
+    make_rollout,
+)
 from podium.settings import Settings
+from podium.trainer._optimizer import state_bytes
 
 SHOWN_PROMPTS = 3
 DRY_RUN_PROMPTS = 2
@@ -25,6 +34,7 @@ def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
@@ -98,6 +108,7 @@ def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list
     every = list(policy.model.named_parameters())
     weights = sum(p.numel() * p.element_size() for _, p in every)
     trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
+    moments = state_bytes(settings.trainer.options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad])
     if policy.peft is not None:
         extra = sum(p.numel() * p.element_size() for name, p in every if ".base_layer.weight" in name)
     else:
@@ -111,7 +122,7 @@ def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list
     context = max(data.lengths) + settings.rollout.options.get("max_new_tokens", 0)
     return [
         f"weights {_size(weights)}, of which trained {_size(trained)}",
-        f"gradients {_size(trained)}, optimizer {_size(2 * trained)}",
+        f"gradients {_size(trained)}, optimizer {_size(moments)}",
         f"the engine's own copy of weights {_size(extra)}",
         f"key-value cache {_size(per_token * slots * context)} for {slots} rollouts of {context} tokens, prompts too",
     ]

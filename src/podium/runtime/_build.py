@@ -14,7 +14,7 @@ from podium.ledger import Ledger
 from podium.lookup import choices, find, validate_options
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
-from podium.model.load import Policy
+from podium.model.load import Policy, choose_device
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
@@ -24,6 +24,7 @@ from podium.sections import Choice, CorrectionSection, DataSource
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
+from podium.trainer._optimizer import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Wired:
     plan: Plan
     reports: Reports
     ledger: Ledger
+
+
+def check_trainer(settings: Settings) -> None:
+    """What the trainer needs of this machine, asked before the model is loaded."""
+    check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
 def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:

@@ -22,6 +22,7 @@ from podium.runtime._build import (
     build_reference,
     build_reports,
     build_scoring,
+    check_trainer,
     eval_options,
     held_out_data,
     make_engine,
@@ -42,6 +43,7 @@ def local(
     console_mode: str | None = None,
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
+    check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)

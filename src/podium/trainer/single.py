@@ -23,7 +23,7 @@ from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
-from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
+from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_optimizer, optimizer_state
 from podium.trainer._ranks import sum_over_ranks
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
@@ -45,6 +45,9 @@ class Single:
         ] = None,
         schedule: Annotated[Schedule, Field(description="of the learning rate, after the warm-up")] = "constant",
         warmup_steps: Annotated[int, Field(ge=0, description="steps over which the rate rises to lr")] = 0,
+        optimizer: Annotated[
+            OptimizerName, Field(description="adamw_8bit keeps a quarter of the state; it needs bitsandbytes")
+        ] = "adamw",
         betas: Annotated[tuple[float, float], Field(description="AdamW's")] = (0.9, 0.999),
         weight_decay: Annotated[float, Field(ge=0)] = 0.0,
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
@@ -62,7 +65,7 @@ class Single:
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._optimizer = make_optimizer(self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay)
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
             None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
