@@ -53,6 +53,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "lr": 1e-5,
             "schedule": "constant",
             "warmup_steps": 0,
+            "optimizer": "adamw",
             "betas": [0.9, 0.999],
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,

@@ -14,7 +14,15 @@ from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
-from podium.runtime._build import build_advantages, build_data, build_scoring, held_out_data, make_engine, make_rollout
+from podium.runtime._build import (
+    build_advantages,
+    build_data,
+    build_scoring,
+    check_trainer,
+    held_out_data,
+    make_engine,
+    make_rollout,
+)
 from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
 
@@ -26,6 +34,7 @@ def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)

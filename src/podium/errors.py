@@ -26,6 +26,10 @@ class TokenMismatchError(PodiumError):
     """The ids about to be trained are not the ids that the engine sampled."""
 
 
+class RankError(PodiumError):
+    """Another rank of the same optimizer step failed."""
+
+
 class StalledError(PodiumError):
     """Many steps in a row changed nothing."""
 

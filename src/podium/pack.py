@@ -3,10 +3,13 @@
 A document is a prompt and one answer. Documents are placed longest first into the fullest batch that still has room
 (best fit); one that is longer than the limit becomes a batch of its own. Nothing is dropped but rollouts without a
 reward or without a loss token. After packing every tensor is flat over tokens, `[T]`.
+
+Ranks work in step, so each must get as many batches as the others, of about as many tokens. With several ranks the
+documents are therefore spread over the batches instead of filling one after the other.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,11 +36,13 @@ def pack(
     temperature: float,
     minibatches: int = 1,
     shared_prefix: bool = False,
+    ranks: int = 1,
 ) -> list[Batch]:
     """The batches of a step, update by update; each knows its update's totals, so that averages are over all of it.
 
     A group is never divided between two updates; with fewer groups than `minibatches` there are fewer updates.
-    `shared_prefix`: a prompt counts once for all its answers in a batch, which therefore stay together.
+    `shared_prefix`: a prompt counts once for all its answers in a batch, which therefore stay together. Rank r takes
+    `batches[r::ranks]`: in every update as many as the others, where need be a spare one that trains nothing.
     """
     batches: list[Batch] = []
     for number in range(minibatches):
@@ -49,15 +54,19 @@ def pack(
         ]
         num_loss_tokens = sum(sum(document.rollout.loss_mask) for document in documents)
         units = families(documents, max_tokens_per_batch) if shared_prefix else [[document] for document in documents]
+        lengths = [family_tokens(unit) for unit in units]
+        bins = best_fit(lengths, max_tokens_per_batch)
+        if ranks > 1:
+            bins = even_bins(lengths, max_tokens_per_batch, ranks, at_least=len(bins))
         batches += [
             to_batch(
-                [document for index in bin_ for document in units[index]],
+                [document for index in bin_ for document in units[index]] or [spare(documents)],
                 num_loss_tokens=num_loss_tokens,
                 num_rollouts=len(documents),
                 temperature=temperature,
                 minibatch=number,
             )
-            for bin_ in best_fit([family_tokens(unit) for unit in units], max_tokens_per_batch)
+            for bin_ in bins
         ]
     return batches
 
@@ -93,6 +102,46 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
             bins.append([index])
             left.append(room - lengths[index])
     return [sorted(bin_) for bin_ in bins]
+
+
+def even_bins(lengths: Sequence[int], room: int, ranks: int, at_least: int) -> list[list[int]]:
+    """Indices by bin, rank r's being `bins[r::ranks]`; a bin is empty where there is nothing left to put into it.
+
+    Every rank has the same number of bins, the smallest that gives `at_least` in all and that the documents fit into;
+    the ranks' tokens differ by no more than the longest document.
+    """
+    per_rank = -(-at_least // ranks)
+    while (bins := spread(lengths, room, per_rank * ranks)) is None:
+        per_rank += 1
+    held = [0] * ranks
+    dealt: list[list[int]] = []
+    while bins:  # a round: the fullest bins left, the fuller the bin the emptier the rank that gets it
+        by_need = sorted(range(ranks), key=lambda rank: held[rank])
+        hand = dict(zip(by_need, bins[:ranks], strict=True))
+        dealt += [hand[rank] for rank in range(ranks)]
+        held = [held[rank] + sum(lengths[index] for index in hand[rank]) for rank in range(ranks)]
+        bins = bins[ranks:]
+    return dealt
+
+
+def spread(lengths: Sequence[int], room: int, count: int) -> list[list[int]] | None:
+    """Indices by bin, the fullest first: longest first into the emptiest of `count` bins; None if one overflows."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        emptiest = min(range(count), key=lambda b: filled[b])
+        if bins[emptiest] and filled[emptiest] + lengths[index] > room:
+            return None
+        bins[emptiest].append(index)
+        filled[emptiest] += lengths[index]
+    return [sorted(bins[b]) for b in sorted(range(count), key=lambda b: -filled[b])]
+
+
+def spare(documents: Sequence[Document]) -> Document:
+    """A copy of the shortest document without a loss token: it adds exactly 0 to loss, gradient and metrics."""
+    shortest = min(documents, key=len)
+    rollout = replace(shortest.rollout, loss_mask=(0,) * len(shortest.rollout.loss_mask))
+    return Document(shortest.prompt, rollout, advantage=0.0)
 
 
 def to_batch(

@@ -92,8 +92,8 @@ class Loss(Protocol):
         """Whether several updates need the policy's logprobs from before the first."""
         ...
 
-    def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Called once a step, before the first update."""
+    def prepare(self, batches: Sequence[Batch], sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> list[Batch]:
+        """Called once a step, before the first update; `batches` are one rank's."""
         ...
 
     def __call__(self, policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:

@@ -9,8 +9,10 @@ import torch
 from podium.cli import main
 from podium.model.forward import place, policy_logprobs
 from podium.records import Batch
+from podium.trainer._optimizer import check_optimizer
 from tests.conftest import small_tables
 from tests.model.test_attention import DOCUMENTS, SHAPES, a_batch, a_model
+from tests.trainer.test_optimizer import assert_it_goes_on_bit_for_bit, needs_bitsandbytes
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -54,3 +56,9 @@ def test_a_run_on_cuda_is_the_run_that_was_meant(changes: dict, tmp_path: Path) 
     limit = 0.05 if "trainer" in changes else 1e-4
     assert all(line["mismatch/abs_mean"] < limit for line in lines)
     assert main(["resume", str(tmp_path / "run"), "--run.steps=5"]) == 0
+
+
+@needs_bitsandbytes
+def test_the_8_bit_optimizer_runs_on_cuda_and_goes_on_bit_for_bit() -> None:
+    check_optimizer("adamw_8bit", torch.device("cuda"))
+    assert_it_goes_on_bit_for_bit("adamw_8bit", "cuda")

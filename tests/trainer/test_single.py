@@ -9,14 +9,19 @@ import pytest
 import torch
 
 from podium.errors import SharedPrefixError, SplitError, TokenMismatchError
+from podium.lookup import choices, find
+from podium.loss._correction import Correction
 from podium.loss._objective import Objective
+from podium.loss._traits import traits_of
 from podium.loss.grpo import grpo
 from podium.model import attention
+from podium.model.forward import Placed
 from podium.model.load import load_policy
-from podium.pack import Document, to_batch
-from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
+from podium.pack import Document, pack, to_batch
+from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
 from podium.trainer import single as single_module
+from podium.trainer._step import gradients_of_update
 from podium.trainer.single import Single
 from tests.broken import own_denominator
 
@@ -32,15 +37,21 @@ def a_trainer(
     return Single(policy, loss or Objective(grpo), 10, reference, shared_prefix, lr=lr, **options)
 
 
+def a_group(trainer: Single, number: int = 4) -> Group:
+    """The first answers to one prompt."""
+    tokenizer = trainer._policy.tokenizer
+    rollouts = []
+    for text in TEXTS[:number]:
+        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
+        rollouts.append(Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids)))
+    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
+    return Group(prompt, tuple(rollouts), rewards=(1.0,) * number, advantages=tuple(ADVANTAGES[:number]))
+
+
 def batches(trainer: Single, split: list[list[int]]) -> list[Batch]:
     """The four documents in the given batches."""
-    tokenizer = trainer._policy.tokenizer
-    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
-    documents = []
-    for text, advantage in zip(TEXTS, ADVANTAGES, strict=True):
-        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
-        rollout = Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
-        documents.append(Document(prompt, rollout, advantage))
+    group = a_group(trainer)
+    documents = [Document(group.prompt, *pair) for pair in zip(group.rollouts, group.advantages, strict=True)]
     tokens = sum(len(document.rollout.token_ids) for document in documents)
     return [
         to_batch([documents[i] for i in part], num_loss_tokens=tokens, num_rollouts=4, temperature=1.0)
@@ -266,6 +277,37 @@ def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, 
     assert max(calls) <= 4 // 2**fails  # remembered: no second failure
 
 
+def test_a_restored_trainer_cuts_its_batches_as_the_unbroken_one_does(monkeypatch) -> None:
+    """The same cuts are the same order of float sums, so the same bits."""
+    real, sizes = single_module.policy_logprobs, []
+
+    def tight(model, placed, dtype):
+        sizes.append(placed.batch.num_documents)
+        if placed.batch.num_documents > 2:
+            raise torch.OutOfMemoryError("too large")
+        return real(model, placed, dtype)
+
+    unbroken = a_trainer()
+    monkeypatch.setattr(single_module, "policy_logprobs", tight)
+    step(unbroken, [[0, 1, 2, 3]])
+    saved = unbroken.state()
+    sizes.clear()
+    restored = a_trainer()
+    restored.load_state(saved)
+    for trainer in (unbroken, restored):
+        step(trainer, [[0, 1, 2, 3]])
+    assert sizes == [2, 2, 2, 2]  # no third pass that had to fail first
+    one, other = unbroken.state(), restored.state()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_from_before_cuts_were_kept_starts_without_any() -> None:
+    trainer = a_trainer()
+    saved = {name: tensor for name, tensor in trainer.state().items() if name != "halvings"}
+    trainer.load_state(saved)
+    assert int(trainer.state()["halvings"]) == 0
+
+
 def test_out_of_memory_in_the_second_batch_leaves_nothing_of_the_first_attempt(monkeypatch) -> None:
     real = single_module.policy_logprobs
     monkeypatch.setattr(
@@ -349,3 +391,38 @@ def test_compiled_layers_give_the_same_gradient() -> None:
         for name, parameter in plain._parameters.items():
             assert torch.allclose(parameter.grad, compiled._parameters[name].grad, atol=1e-5), name
     assert all(layer._compiled_call_impl is not None for layer in compiled._model.get_decoder().layers)
+
+
+AVERAGED_LOSSES = [
+    (name, average)
+    for name in choices("loss")
+    for average in ("tokens", "rollouts", "constant")
+    if traits_of(find("loss", name)).average in (None, average)
+]
+
+
+@pytest.mark.parametrize(("name", "average"), AVERAGED_LOSSES)
+def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
+    """Whatever the loss: no bit of gradient or metrics, also not of the KL and the correction."""
+    loss = find("loss", name)
+    correction = Correction(traits_of(loss).correction_level)
+    objective = Objective(loss, average, constant=5, correction=correction, kl_beta=0.1)
+    trainer = a_trainer()
+    made = []
+    for batch in pack([a_group(trainer, 2)], max_tokens_per_batch=99, temperature=1.0, ranks=3):
+        placed = trainer._place(batch)
+        near = trainer._snapshot(placed) + 0.01 * batch.loss_mask
+        made.append(placed.with_fields(old_logprobs=near, reference_logprobs=near))
+    assert [len(placed.row.loss_places) > 0 for placed in made] == [True, True, False]
+
+    def gradients(batches: list[Placed]) -> tuple[dict[str, float], torch.Tensor]:
+        metrics, _ = gradients_of_update(trainer._logprobs, trainer._place, trainer._model, batches, objective, 0)
+        return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
+
+    (without, gradient), (metrics, same) = gradients(made[:2]), gradients(made)
+    assert metrics == without
+    assert torch.equal(same, gradient)
+    assert gradient.abs().sum() > 0
+    metrics, nothing = gradients(made[2:])
+    assert set(metrics.values()) == {0.0}
+    assert nothing.abs().sum() == 0

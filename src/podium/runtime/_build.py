@@ -14,16 +14,19 @@ from podium.ledger import Ledger
 from podium.lookup import choices, find, validate_options
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
-from podium.model.load import Policy
+from podium.model.load import Policy, choose_device
+from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
 from podium.reward._scoring import NamedReward, Scoring
 from podium.run_folder import RunFolder
+from podium.runtime._memory import MemoryPlan
 from podium.sections import Choice, CorrectionSection, DataSource
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
+from podium.trainer._optimizer import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Wired:
     plan: Plan
     reports: Reports
     ledger: Ledger
+
+
+def check_trainer(settings: Settings) -> None:
+    """What the trainer needs of this machine, asked before the model is loaded."""
+    check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
 def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
@@ -141,6 +149,23 @@ def build_filter(settings: Settings) -> Any:
     given = settings.filter
     accept = None if given.accept is None else find("filter", given.accept)
     return partial(filter_groups, **given.model_dump(exclude={"accept"}), accept=accept)
+
+
+def build_pack(settings: Settings, memory: MemoryPlan) -> Any:
+    """Groups in, batches out."""
+    return partial(
+        pack,
+        max_tokens_per_batch=memory.max_tokens_per_batch,
+        temperature=settings.rollout.options.get("temperature", 1.0),
+        minibatches=settings.trainer.options.get("minibatches_per_step", 1),
+        shared_prefix=settings.pack.shared_prefix,
+    )
+
+
+def make_trainer(settings: Settings, policy: Policy, plan: Plan, memory: MemoryPlan) -> Any:
+    options = settings.trainer.options | {"gradient_checkpointing": memory.gradient_checkpointing}
+    wiring = (policy, build_objective(settings), plan.steps, build_reference(settings), settings.pack.shared_prefix)
+    return find("trainer", settings.trainer.name)(*wiring, **options)
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:

@@ -10,6 +10,7 @@ from podium.model.load import Policy
 from podium.model.logprobs import MAX_CHUNK_ELEMENTS
 from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
 from podium.settings import Settings
+from podium.trainer._optimizer import state_bytes
 
 USED_SHARE = 0.8
 """Of the device's memory; the rest is for what no plan knows: fragments, kernels' work space, other programs."""
@@ -62,7 +63,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "device": device_bytes(policy.device),
         "weights": weights,
         "trained": trained,
-        "optimizer": 2 * trained,
+        "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest),
