@@ -173,7 +173,7 @@ TOP = (
             "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
         ),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
-        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share"),
+        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty"),
         (
             {"loss": {"clip": 0.2}},
             "loss.clip is not an option of grpo; did you mean 'clip_low'? Valid: clip_high, clip_low",
@@ -235,6 +235,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"rollout": {"stop": "#"}}, "rollout.stop = '#': input should be a valid list"),
         ({"rollout": {"top_p": 1.5}}, "rollout.top_p = 1.5: "),
         ({"scoring": {"max_failed_share": 1.1}}, "scoring.max_failed_share = 1.1: "),
+        ({"scoring": {"non_stop_penalty": float("inf")}}, "scoring.non_stop_penalty = inf: "),
         ({"filter": {"drop_no_signal": "perhaps"}}, "filter.drop_no_signal = 'perhaps': "),
         ({"eval": {"temperature": -1}}, "eval.temperature = -1: "),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep = 0: "),

@@ -216,6 +216,8 @@ class Reward(Choice):
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
+    non_stop_penalty: float | None = None
+    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights and sums."""
 
 
 class Filter(Section):

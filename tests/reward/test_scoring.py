@@ -1,11 +1,15 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from podium.advantage._assign import assign_advantages
+from podium.advantage.grpo import grpo
 from podium.errors import RewardContractError, RewardFailedError
+from podium.filter import filter_groups
 from podium.records import Group
 from podium.reward._contract import declare_range
 from podium.reward._scoring import NamedReward, Scoring
@@ -271,6 +275,62 @@ def test_correct_is_a_reward_of_the_highest_possible_value(
 ) -> None:
     (group,) = score(make_scoring(*rewards, weights=weights), unscored(texts=("a", "bbbb")))
     assert group.correct == expected
+
+
+def cut(ordinal: int = 0, texts: Sequence[str] = ("a", "b")) -> Group:
+    """The first rollout was cut at its longest."""
+    first, *others = (make_rollout(text) for text in texts)
+    return Group(make_prompt(ordinal), (replace(first, finish_reason="length"), *others))
+
+
+def test_the_penalty_takes_the_place_of_the_weighted_sum_and_the_parts_stay() -> None:
+    scoring = make_scoring(is_a, up_to_4, weights=(2.0, 0.5), non_stop_penalty=-1.5)
+    (group,) = score(scoring, cut(texts=("a", "bbb")))
+    # without it "a" would have 2·1 + 0.5·1 = 2.5;  "bbb" keeps 2·0 + 0.5·3
+    assert group.rewards == (-1.5, 1.5)
+    assert group.reward_parts == ({"is_a": 1.0, "up_to_4": 1.0}, {"is_a": 0.0, "up_to_4": 3.0})
+
+
+def test_without_a_penalty_a_cut_rollout_keeps_its_reward() -> None:
+    (group,) = score(make_scoring(is_a), cut())
+    assert (group.rewards, group.correct) == ((1.0, 0.0), (True, False))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 7.0])
+def test_a_penalised_rollout_is_never_correct_even_if_the_penalty_is_the_highest_reward(penalty: float) -> None:
+    (group,) = score(make_scoring(is_a, non_stop_penalty=penalty), cut(texts=("a", "a")))
+    assert (group.rewards, group.correct) == ((penalty, 1.0), (False, True))
+
+
+def test_whether_a_penalised_rollout_is_correct_stays_unknown_where_no_highest_reward_is_declared() -> None:
+    (group,) = score(make_scoring(length, non_stop_penalty=-1.0), cut())
+    assert (group.rewards, group.correct) == ((-1.0, 1.0), (None, None))
+
+
+def test_a_cut_rollout_without_a_reward_is_not_penalised() -> None:
+    (group,) = score(make_scoring(abstains_on_b, max_failed_share=1.0, non_stop_penalty=-1.0), cut(texts=("b", "a")))
+    assert (group.rewards, group.correct) == ((None, 1.0), (None, None))
+
+
+def test_only_rollouts_cut_at_their_longest_are_penalised() -> None:
+    aborted = replace(make_rollout("a"), finish_reason="abort")
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0), Group(make_prompt(), (aborted, make_rollout("b"))))
+    assert group.rewards == (1.0, 0.0)
+
+
+def test_evaluation_penalises_as_training_does() -> None:
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0).for_evaluation(), cut())
+    assert (group.rewards, group.correct) == ((-1.0, 0.0), (False, False))
+
+
+def test_a_masked_rollout_still_lowers_the_baseline_by_its_penalty() -> None:
+    """Penalty and mask together: the others gain, the cut one is not trained."""
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0), cut(texts=("a", "a", "b")))
+    [credited] = assign_advantages([group], lambda rewards: grpo(rewards, std="none"))
+    [masked] = filter_groups([credited], truncated="mask")
+    # rewards −1, 1, 0: mean 0; without the penalty 1, 1, 0 would leave the second with 1/3 only
+    assert masked.advantages == pytest.approx((-1.0, 1.0, 0.0), abs=1e-12)
+    assert [sum(rollout.loss_mask) for rollout in masked.rollouts] == [0, 3, 3]
 
 
 def test_scoring_adds_to_a_group_and_changes_nothing_else() -> None:

@@ -1,6 +1,7 @@
 """Stage 3: every reward of a group's prompt, weighed and summed, as soon as the group arrives.
 
 A reward that raises abstains and is counted; it never becomes 0. A value that breaks the contract stops the run.
+Last of all, `non_stop_penalty` takes the place of the sum for a rollout that was cut at its longest.
 """
 
 import asyncio
@@ -35,13 +36,15 @@ class Scoring:
         default: Sequence[str],
         prompts_per_step: int,
         max_failed_share: float = 0.1,
+        non_stop_penalty: float | None = None,
     ) -> None:
         self._by_name, self._default = by_name, default
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+        self._non_stop_penalty = non_stop_penalty
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
-        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share)
+        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share, self._non_stop_penalty)
 
     async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
@@ -71,7 +74,7 @@ class Scoring:
         totals = [_total(rewards, part) for part in parts]
         weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
         highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)
-        return replace(
+        scored = replace(
             group,
             rewards=tuple(totals),
             reward_parts=tuple(parts),
@@ -79,6 +82,7 @@ class Scoring:
             reward_failures=dict(failures),
             scoring_s=time.monotonic() - started,
         )
+        return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
 
     async def _score_one(
         self, rewards: Sequence[NamedReward], prompt: Prompt, rollout: Rollout, failures: Counter[str]
@@ -131,3 +135,20 @@ def _is_correct(total: float | None, highest: float) -> bool | None:
     if total is None or highest == float("inf"):
         return None
     return total >= highest - 1e-8
+
+
+def _penalised(group: Group, penalty: float) -> Group:
+    """Cut rollouts get the penalty for their reward and are not correct, however high it is.
+
+    What is not known stays so: a rollout without a reward, and `correct` where no highest reward is declared.
+    """
+    is_cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
+    return replace(
+        group,
+        rewards=tuple(
+            penalty if cut and reward is not None else reward for cut, reward in zip(is_cut, group.rewards, strict=True)
+        ),
+        correct=tuple(
+            False if cut and known is not None else known for cut, known in zip(is_cut, group.correct, strict=True)
+        ),
+    )

@@ -96,7 +96,8 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")
     default = [choice.name for choice in settings.reward]
-    return Scoring(by_name, default, settings.run.prompts_per_step, settings.scoring.max_failed_share)
+    limits = settings.scoring
+    return Scoring(by_name, default, settings.run.prompts_per_step, limits.max_failed_share, limits.non_stop_penalty)
 
 
 def bind_options(function: Any, options: dict[str, Any]) -> Any:
