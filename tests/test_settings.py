@@ -37,7 +37,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "reward": [],
         "scoring": {"max_failed_share": 0.1},
         "filter": {"drop_no_signal": True, "truncated": "keep"},
-        "advantage": {"name": "grpo", "std": "population", "eps": 1e-4},
+        "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
         "pack": {"max_tokens_per_batch": 16384},
         "loss": {
             "name": "grpo",
@@ -229,6 +229,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"loss": "grpo"}, "loss = 'grpo': "),
         ({"loss": {"clip_low": 2}}, "loss.clip_low = 2: input should be less than or equal to 1"),
         ({"loss": {"clip_high": float("nan")}}, "loss.clip_high = nan: "),
+        ({"advantage": {"clip": 0}}, "advantage.clip = 0: input should be greater than 0"),
         ({"trainer": {"lr": 0}}, "trainer.lr = 0: input should be greater than 0"),
         ({"trainer": {"lr": float("inf")}}, "trainer.lr = inf: input should be a finite number"),
         ({"reward": [{"name": "exact", "weight": float("nan")}]}, "reward.0.weight = nan: input should be a finite"),
