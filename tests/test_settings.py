@@ -36,7 +36,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "engine": {"name": "inprocess", "concurrency": 512},
         "reward": [],
         "scoring": {"max_failed_share": 0.1},
-        "filter": {"drop_no_signal": True, "truncated": "keep"},
+        "filter": {"drop_no_signal": True, "truncated": "keep", "refill": False},
         "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
         "pack": {"max_tokens_per_batch": 16384},
         "loss": {
@@ -238,6 +238,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"scoring": {"max_failed_share": 1.1}}, "scoring.max_failed_share = 1.1: "),
         ({"scoring": {"non_stop_penalty": float("inf")}}, "scoring.non_stop_penalty = inf: "),
         ({"filter": {"drop_no_signal": "perhaps"}}, "filter.drop_no_signal = 'perhaps': "),
+        ({"filter": {"refill": True, "max_refills": 0}}, "filter.max_refills = 0: "),
         ({"eval": {"temperature": -1}}, "eval.temperature = -1: "),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep = 0: "),
     ],
@@ -264,6 +265,10 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_field(tables: dict[str, Any
             "eval.every has no effect without an [[eval.data]] table; add one or remove it",
         ),
         (
+            {"filter": {"max_refills": 3}},
+            "filter.max_refills has no effect without filter.refill = true; set it or remove this one",
+        ),
+        (
             {"rollout": {"temperature": 0}},
             "rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0",
         ),
@@ -273,6 +278,21 @@ def test_settings_that_do_not_agree_are_refused_with_the_remedy_and_nothing_else
     tables: dict[str, Any], message: str
 ) -> None:
     assert complaint(tables) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "planned"),
+    [
+        ({}, None, 0),
+        ({"refill": True}, 10, 10),
+        ({"refill": True, "max_refills": 3}, 3, 3),
+    ],
+)
+def test_refills_have_a_bound_where_there_are_any(given: dict[str, Any], saved: int | None, planned: int) -> None:
+    settings = Settings.from_dict({"filter": given})
+    assert settings.to_dict()["filter"].get("max_refills") == saved
+    assert settings.plan.max_refills == planned
+    assert Settings.from_dict(settings.to_dict()) == settings
 
 
 def test_bfloat16_under_lora_is_fine() -> None:

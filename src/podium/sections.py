@@ -220,6 +220,9 @@ class Scoring(Section):
     """Takes the place of the reward of a rollout cut at max_new_tokens, after weights and sums."""
 
 
+DEFAULT_REFILLS = 10
+
+
 class Filter(Section):
     drop_no_signal: bool = True
     """Drops groups whose rewards are all equal: their advantages are 0, they only cost time."""
@@ -227,6 +230,16 @@ class Filter(Section):
     """Rollouts cut at max_new_tokens: trained, or left out after the advantages are known."""
     accept: str | None = None
     """A function of a group that says whether it is trained, as module:object or path.py:object."""
+    refill: bool = False
+    """Draws further prompts until a step has prompts_per_step groups that are trained (DAPO's dynamic sampling)."""
+    max_refills: Annotated[int, Field(ge=1)] | None = None
+    """Rounds of refilling per sync_every steps, by default 10; then the step trains what there is."""
+
+    def completed(self) -> "Filter":
+        """With the default of `max_refills`, where it has an effect."""
+        if self.max_refills is not None and not self.refill:
+            raise InputError("filter.max_refills has no effect without filter.refill = true; set it or remove this one")
+        return self.model_copy(update={"max_refills": self.max_refills or DEFAULT_REFILLS}) if self.refill else self
 
 
 class Pack(Section):

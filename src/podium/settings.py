@@ -130,12 +130,13 @@ class Settings(Section):
             for stage in ("data", "reward", "report")
         }
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
-        return self.model_copy(update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})})
+        sections = {"filter": self.filter.completed(), "eval": self.eval.model_copy(update={"data": held_out})}
+        return self.model_copy(update={**resolved, **lists, **sections})
 
     @property
     def plan(self) -> Plan:
-        run = self.run
-        return Plan(**run.model_dump(exclude={"folder", "name", "seed"}))
+        run = self.run.model_dump(exclude={"folder", "name", "seed"})
+        return Plan(**run, max_refills=self.filter.max_refills or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is not set is left out."""

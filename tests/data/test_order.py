@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 
 from podium.data._order import OrderedData
 from podium.errors import InputError
-from podium.records import Plan, Row, RunState
+from podium.records import Group, Plan, Prompt, Row, RunState
 
 
 class CharacterTokenizer:
@@ -27,9 +28,19 @@ def make_data(
     return OrderedData(rows, [limit] * len(rows), CharacterTokenizer(), Plan(**numbers), seed, system)
 
 
+def windows(data: OrderedData, state: RunState = RunState()) -> list[list[Prompt]]:  # noqa: B008
+    """The prompts of each window, drawn as the loop does."""
+    plan, drawn = data._plan, []
+    while window := data.draw(state, plan.window_size(state.step)):
+        drawn.append(window)
+        moved = data.advance(state, [Group(prompt, ()) for prompt in window])
+        state = replace(moved, step=state.step + -(-len(window) // plan.prompts_per_step))
+    return drawn
+
+
 def served(data: OrderedData, state: RunState = RunState()) -> list[list[tuple[int, str]]]:  # noqa: B008
     """The ordinals and texts of each window."""
-    return [[(p.ordinal, p.messages[0]["content"]) for p in window] for window in data.windows(state)]
+    return [[(p.ordinal, p.messages[0]["content"]) for p in window] for window in windows(data, state)]
 
 
 def texts_of(data: OrderedData, state: RunState = RunState()) -> list[str]:  # noqa: B008
@@ -77,14 +88,41 @@ def test_windows_from_any_frontier_are_the_rest_of_those_from_the_start(
 
 def test_a_window_holds_the_prompts_of_sync_every_steps_and_the_last_what_is_left() -> None:
     # 5 steps of 2 prompts, 3 steps a window: 6 prompts and then 4
-    assert [len(window) for window in make_data(steps=5, sync_every=3).windows(RunState())] == [6, 4]
+    assert [len(window) for window in windows(make_data(steps=5, sync_every=3))] == [6, 4]
     # never syncing still goes on step by step
-    assert [len(window) for window in make_data(steps=3, sync_every=0).windows(RunState())] == [2, 2, 2]
+    assert [len(window) for window in windows(make_data(steps=3, sync_every=0))] == [2, 2, 2]
 
 
 def test_a_run_that_is_done_has_no_window_left() -> None:
     assert served(make_data(steps=5), RunState(step=5, next_ordinal=10)) == []
     assert served(make_data(3, steps=5, epochs=1), RunState(step=2, next_ordinal=3)) == []
+
+
+def test_drawing_changes_nothing_and_starts_at_the_frontier() -> None:
+    data = make_data(10)
+    first = [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=3), 4)]
+    assert first == [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=3), 4)] == [3, 4, 5, 6]
+    assert data.draw(RunState(), 0) == []
+
+
+def test_the_data_ends_with_the_last_epoch() -> None:
+    data = make_data(3, epochs=2)
+    assert [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=4), 5)] == [4, 5]
+    assert data.draw(RunState(next_ordinal=6), 5) == []
+
+
+def test_the_frontier_is_behind_the_last_group_and_stays_where_there_is_none() -> None:
+    data = make_data(10)
+    groups = [Group(prompt, ()) for prompt in data.draw(RunState(next_ordinal=3), 2)]
+    assert data.advance(RunState(step=7, next_ordinal=3), groups) == RunState(step=7, next_ordinal=5)
+    assert data.advance(RunState(next_ordinal=3), []) == RunState(next_ordinal=3)
+
+
+def test_a_run_is_over_when_its_steps_are_done_or_nothing_is_left_to_draw() -> None:
+    data = make_data(3, steps=5, epochs=2)
+    assert data.end(RunState(step=4, next_ordinal=5)) is None
+    assert data.end(RunState(step=5, next_ordinal=5)) == "run.steps = 5 is reached"
+    assert data.end(RunState(step=2, next_ordinal=6)) == "run.epochs = 2 is reached"
 
 
 def test_prompts_that_are_too_long_are_skipped_and_keep_their_ordinal() -> None:
@@ -126,7 +164,7 @@ def test_a_run_has_as_many_steps_as_its_steps_and_epochs_allow(
     texts = [str(i) for i in range(7)] + ["too long"]
     data = make_data(texts, steps=steps, prompts_per_step=prompts_per_step, epochs=epochs, sync_every=sync_every)
     assert data.num_steps == expected
-    really = sum(-(-len(window) // prompts_per_step) for window in data.windows(RunState()))
+    really = sum(-(-len(window) // prompts_per_step) for window in windows(data))
     assert really == expected
 
 

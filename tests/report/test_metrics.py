@@ -1,13 +1,13 @@
 import pytest
 
-from podium.records import RunState, UpdateResult
+from podium.records import RunState, StepGroups, UpdateResult
 from podium.report._metrics import group_metrics, rollout_metrics, step_metrics
 from tests.builders import make_group, make_prompt, make_rollout
 
 
 def test_reward_metrics_are_means_over_the_rollouts_that_have_a_reward() -> None:
     groups = [make_group((0.2, 1.2)), make_group((None, 0.4)), make_group((None, None))]
-    metrics = group_metrics("reward", groups)
+    metrics = group_metrics("reward/", groups)
     # (0.2 + 1.2 + 0.4) / 3; one of the three is correct; three of six abstained
     assert metrics == {
         "reward/mean": pytest.approx(0.6, abs=1e-12),
@@ -21,7 +21,7 @@ def test_reward_metrics_are_means_over_the_rollouts_that_have_a_reward() -> None
 def test_each_reward_has_a_mean_over_the_rollouts_that_it_scored() -> None:
     parts = ({"exact": 1.0, "length": None}, {"exact": 0.0, "length": 8.0})
     groups = [make_group((1.0, 4.0), reward_parts=parts), make_group((3.0,), reward_parts=({"exact": 1.0},))]
-    metrics = group_metrics("eval", groups)
+    metrics = group_metrics("eval/", groups)
     assert metrics["eval/exact_mean"] == pytest.approx(2 / 3, abs=1e-12)
     assert metrics["eval/length_mean"] == 8.0
     assert metrics["eval/mean"] == pytest.approx(8 / 3, abs=1e-12)
@@ -29,11 +29,11 @@ def test_each_reward_has_a_mean_over_the_rollouts_that_it_scored() -> None:
 
 def test_failures_are_added_up_over_rewards_and_groups() -> None:
     failing = make_group((None, None), reward_failures={"a: KeyError: 1": 2, "b: OSError: 2": 1})
-    assert group_metrics("reward", [failing, failing])["reward/failed"] == 6.0
+    assert group_metrics("reward/", [failing, failing])["reward/failed"] == 6.0
 
 
 def test_there_is_no_correct_rate_where_no_highest_reward_is_declared() -> None:
-    assert "reward/correct_rate" not in group_metrics("reward", [make_group((1.0, 2.0), correct=(None, None))])
+    assert "reward/correct_rate" not in group_metrics("reward/", [make_group((1.0, 2.0), correct=(None, None))])
 
 
 def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
@@ -63,8 +63,7 @@ def test_the_numbers_of_a_step() -> None:
     dropped = make_group((0.4, 0.4), prompt=make_prompt(1), rollouts=new, scoring_s=0.5)
     metrics = step_metrics(
         RunState(step=9, policy_version=7),
-        [kept, dropped],
-        [kept],
+        StepGroups(2, (kept, dropped), (kept,), num_refills=3),
         result(loss__total=-0.5, pack__tokens=30.0),
         {"rollout": 2.0, "train": 0.5, "sync": 0.1},
     )
@@ -73,9 +72,15 @@ def test_the_numbers_of_a_step() -> None:
         "reward/mean": 0.55,
         "reward/kept_mean": 0.7,
         "reward/correct_rate": 0.25,
+        "reward/kept_correct_rate": 0.5,
+        "reward/arithmetic_mean": 0.55,
+        "reward/kept_arithmetic_mean": 0.7,
+        "reward/kept_abstained": 0.0,
         "rollout/tokens_per_s": 6.0,
         "advantage/abs_mean": 0.75,
         "batch/kept_ratio": 0.5,
+        "batch/drawn": 2.0,
+        "batch/refills": 3.0,
         "loss/total": -0.5,
         "version/policy": 7.0,
         "version/lag_max": 2.0,
@@ -89,8 +94,8 @@ def test_the_numbers_of_a_step() -> None:
 
 
 def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None:
-    groups = [make_group((0.2, 0.2), rollouts=(make_rollout(policy_version_min=5),) * 2)]
-    metrics = step_metrics(RunState(step=2, policy_version=5), groups, [], result(updated=False), {})
+    group = make_group((0.2, 0.2), rollouts=(make_rollout(policy_version_min=5),) * 2)
+    metrics = step_metrics(RunState(step=2, policy_version=5), StepGroups(1, (group,)), result(updated=False), {})
     assert metrics["version/lag_max"] == 0.0
     assert metrics["batch/kept_ratio"] == 0.0
     assert metrics["reward/kept_mean"] == 0.0
@@ -99,7 +104,21 @@ def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     odd = result(updated=False, optim__grad_norm=float("nan"), loss__total=float("inf"), optim__skipped=1.0)
-    metrics = step_metrics(RunState(step=1), [make_group()], [make_group()], odd, {})
+    metrics = step_metrics(RunState(step=1), StepGroups(1, (make_group(),), (make_group(),)), odd, {})
     assert "optim/grad_norm" not in metrics
     assert "loss/total" not in metrics
     assert metrics["optim/skipped"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompts_per_step", "drawn", "kept", "expected"),
+    [
+        (4, 4, 3, 0.75),  # not refilled
+        (4, 2, 1, 0.5),  # the data ended: two prompts were all that was left
+        (4, 7, 4, 1.0),  # refilled until full
+        (4, 44, 3, 0.75),  # refilled as often as allowed
+    ],
+)
+def test_the_kept_ratio_says_how_full_a_step_is(prompts_per_step: int, drawn: int, kept: int, expected: float) -> None:
+    step = StepGroups(prompts_per_step, (make_group(),) * drawn, (make_group(),) * kept)
+    assert step_metrics(RunState(step=1), step, result(), {})["batch/kept_ratio"] == expected

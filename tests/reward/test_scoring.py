@@ -28,13 +28,13 @@ def make_scoring(
     return Scoring({each.name: each for each in named}, [each.name for each in named], prompts_per_step, **options)
 
 
-def score(scoring: Scoring, *groups: Group) -> list[Group]:
+def score(scoring: Scoring, *groups: Group, after: Sequence[Group] = ()) -> list[Group]:
     async def arriving() -> AsyncIterator[Group]:
         for group in groups:
             yield group
 
     async def run() -> list[Group]:
-        return [group async for group in scoring.score_each(arriving())]
+        return [group async for group in scoring.score_each(arriving(), after)]
 
     return asyncio.run(run())
 
@@ -156,6 +156,36 @@ def test_the_last_group_of_a_bad_step_is_never_handed_on() -> None:
     with pytest.raises(RewardFailedError):
         asyncio.run(run())
     assert handed_on == [0, 1, 2]
+
+
+def test_the_share_of_a_refill_is_taken_together_with_what_the_step_has() -> None:
+    scoring = make_scoring(raises_on_b, prompts_per_step=2, max_failed_share=0.1)
+    first = score(scoring, unscored(0, ("a",) * 10), unscored(1, ("a",) * 10))
+    few = [unscored(2, ("a", "a", "b")), unscored(3, ("a", "a", "a"))]
+    assert len(score(scoring, *few, after=first)) == 2  # 1 of 23, then 1 of 26
+    with pytest.raises(RewardFailedError, match="1 of 6"):
+        score(scoring, *few)
+    with pytest.raises(RewardFailedError, match="3 of 23"):
+        score(scoring, unscored(2, ("b", "b", "b")), after=first)
+
+
+def test_a_group_that_makes_a_refilled_steps_share_too_large_is_never_handed_on() -> None:
+    """It may be the one that fills the step."""
+    scoring = make_scoring(raises_on_b, prompts_per_step=2)
+    first = score(scoring, unscored(0, ("a",)), unscored(1, ("a",)))
+    handed_on = []
+
+    async def run() -> None:
+        async def arriving() -> AsyncIterator[Group]:
+            yield unscored(2, ("a",))
+            yield unscored(3, ("b",))
+
+        async for group in scoring.score_each(arriving(), first):
+            handed_on.append(group.prompt.ordinal)
+
+    with pytest.raises(RewardFailedError, match="1 of 4"):
+        asyncio.run(run())
+    assert handed_on == [2]
 
 
 def returns_text(prompt: Any, rollout: Any) -> str:

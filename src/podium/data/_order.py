@@ -8,13 +8,14 @@ long keep their ordinal and are skipped.
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from podium.errors import InputError
 from podium.model.chat import render
-from podium.records import Plan, Prompt, Row, RunState
+from podium.records import Group, Plan, Prompt, Row, RunState
 
 
 class OrderedData:
@@ -60,7 +61,7 @@ class OrderedData:
 
     @property
     def num_steps(self) -> int:
-        """Steps until the plan's steps or epochs are done, whichever comes first."""
+        """Steps until the plan's steps or epochs are done, whichever comes first; at most, where steps are refilled."""
         if self._plan.epochs is None:
             return self._plan.steps
         prompts = self._plan.epochs * self.is_kept.count(True)
@@ -74,21 +75,29 @@ class OrderedData:
             digest.update(json.dumps([row.answer, row.reward, row.metadata, ids], default=str).encode())
         return digest.hexdigest()
 
-    def windows(self, state: RunState) -> Iterator[list[Prompt]]:
-        """From the frontier on, `prompts_per_window` prompts at a time, until the plan's steps or epochs are done."""
-        plan, ordinal, step = self._plan, state.next_ordinal, state.step
-        end = None if plan.epochs is None else plan.epochs * self.num_rows
-        while step < plan.steps:
-            wanted = min(plan.prompts_per_window, (plan.steps - step) * plan.prompts_per_step)
-            window: list[Prompt] = []
-            while len(window) < wanted and (end is None or ordinal < end):
-                if (prompt := self.prompt(ordinal)) is not None:
-                    window.append(prompt)
-                ordinal += 1
-            if not window:
-                return
-            yield window
-            step += -(-len(window) // plan.prompts_per_step)
+    def draw(self, state: RunState, count: int) -> list[Prompt]:
+        """The next `count` prompts from the frontier on; fewer at the end of the last epoch."""
+        drawn: list[Prompt] = []
+        ordinal = state.next_ordinal
+        end = None if self._plan.epochs is None else self._plan.epochs * self.num_rows
+        while len(drawn) < count and (end is None or ordinal < end):
+            if (prompt := self.prompt(ordinal)) is not None:
+                drawn.append(prompt)
+            ordinal += 1
+        return drawn
+
+    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
+        """The state with its frontier behind these groups."""
+        ordinals = (group.prompt.ordinal for group in groups)
+        return replace(state, next_ordinal=max(ordinals, default=state.next_ordinal - 1) + 1)
+
+    def end(self, state: RunState) -> str | None:
+        """Why the run is over, for people; None while it is not."""
+        if state.step >= self._plan.steps:
+            return f"run.steps = {self._plan.steps} is reached"
+        if not self.draw(state, 1):
+            return f"run.epochs = {self._plan.epochs} is reached"
+        return None
 
     def prompt(self, ordinal: int) -> Prompt | None:
         """The prompt with that ordinal; None if it is too long."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.ledger import Ledger
-from podium.records import EvalReport, Group, RunState, StepReport, UpdateResult
+from podium.records import EvalReport, RunState, StepGroups, StepReport, UpdateResult
 from podium.report._metrics import step_metrics
 from podium.run_folder import RunFolder, write_atomically
 from podium.stages import Report
@@ -36,13 +36,12 @@ class Reports:
     async def write(
         self,
         state: RunState,
-        groups: Sequence[Group],
-        kept: Sequence[Group],
+        step: StepGroups,
         result: UpdateResult,
         seconds: Mapping[str, float],
     ) -> None:
-        metrics = step_metrics(state, groups, kept, result, seconds)
-        made = StepReport(state, metrics, tuple(groups), tuple(group.prompt.ordinal for group in kept))
+        metrics = step_metrics(state, step, result, seconds)
+        made = StepReport(state, metrics, step.drawn, tuple(group.prompt.ordinal for group in step.kept))
         for report in self._reports:
             report.write(made)
         self._folder.write_status("running", state.step, self._card["steps"])

@@ -46,22 +46,23 @@ class Scoring:
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
         return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share, self._non_stop_penalty)
 
-    async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+    async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
 
         The last group of a step is held back until the step's share of failed rewards is known to be small; that of
-        a last, smaller step is known before the generator ends, and so before the step trains.
+        a last, smaller step is known before the generator ends, and so before the step trains. Groups that refill a
+        step come `after` others, which count in its share: a few alone would say little.
         """
         pending: deque[asyncio.Task[Group]] = deque()
-        step: list[Group] = []
+        step = list(after)
         async for group in groups:
             task = asyncio.create_task(self.score(group))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else each breach prints itself
             pending.append(task)
             while pending and pending[0].done():
-                yield self._checked(pending.popleft().result(), step)
+                yield self._checked(pending.popleft().result(), step, bool(after))
         while pending:
-            yield self._checked(await pending.popleft(), step)
+            yield self._checked(await pending.popleft(), step, bool(after))
         self._check_share(step)
 
     async def score(self, group: Group) -> Group:
@@ -101,12 +102,16 @@ class Scoring:
             values[reward.name] = check_value(reward.name, reward.function, value, prompt)
         return values
 
-    def _checked(self, group: Group, step: list[Group]) -> Group:
-        """The group, once the step that it completes is known to be good; `step` gathers its groups."""
+    def _checked(self, group: Group, step: list[Group], is_refill: bool) -> Group:
+        """The group, once the step that it completes is known to be good; `step` gathers its groups.
+
+        Any group of a refill may be the one that completes a step.
+        """
         step.append(group)
-        if len(step) == self._prompts_per_step:
+        if len(step) >= self._prompts_per_step:
             self._check_share(step)
-            step.clear()
+            if not is_refill:
+                step.clear()
         return group
 
     def _check_share(self, step: Sequence[Group]) -> None:

@@ -141,7 +141,7 @@ def build_filter(settings: Settings) -> Any:
     """`accept` is looked up like any other name of user code."""
     given = settings.filter
     accept = None if given.accept is None else find("filter", given.accept)
-    return partial(filter_groups, **given.model_dump(exclude={"accept"}), accept=accept)
+    return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:

@@ -85,7 +85,7 @@ def local(
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
             scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
-            plan,
+            lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
         ),
