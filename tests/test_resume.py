@@ -28,6 +28,12 @@ SCHEDULES = {
     "refilled": {"filter": {"refill": True}},
     "refilled windows of 2": {"filter": {"refill": True, "max_refills": 2}, "sync_every": 2},
     "refilled over short epochs": {"filter": {"refill": True}, "max_rows": 7},
+    "retiring": {"filter": {"retire_pass_rate": 0.5}, "max_rows": 9},
+    "retiring, refilled windows of 2": {
+        "filter": {"retire_pass_rate": 0.75, "refill": True, "max_refills": 2},
+        "max_rows": 9,
+        "sync_every": 2,
+    },
 }
 
 

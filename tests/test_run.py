@@ -46,3 +46,35 @@ def test_a_run_whose_data_ends_before_its_steps_is_finished_and_says_why(tmp_pat
 def test_a_run_that_made_all_its_steps_has_nothing_to_explain(tmp_path: Path) -> None:
     summary = refilled_run(tmp_path / "run", steps=2)
     assert (summary.state, summary.step, summary.steps, summary.message) == ("finished", 2, 2, "")
+
+
+def test_solved_rows_are_not_drawn_again_and_a_run_without_rows_left_is_finished(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run", steps=99)
+    tables["data"] = [{"name": "arithmetic", "max_rows": 7}]
+    tables["filter"] = {"retire_pass_rate": 0.5}
+    summary = train(Settings.from_dict(tables))
+    assert (summary.state, summary.exit_code) == ("finished", 0)
+    assert 1 < summary.step < 99
+    assert summary.message == "every row was solved at filter.retire_pass_rate = 0.5 and is retired"
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["message"] == summary.message
+    retired = []
+    for line, rows in zip(lines_of(tmp_path / "run"), solved_rows(tmp_path / "run"), strict=True):
+        drawn, solved = rows
+        assert not drawn & set(retired)
+        retired += solved
+        assert line["batch/retired"] == len(retired)
+    assert len(retired) == 7
+
+
+def solved_rows(folder: Path) -> list[tuple[set[str], set[str]]]:
+    """The questions of each step, and those of which at least two of four answers were correct."""
+    steps = []
+    for path in sorted((folder / "rollouts").iterdir()):
+        rollouts = [json.loads(line) for line in path.read_text().splitlines()]
+        counts = {line["ordinal"]: 0 for line in rollouts}
+        questions = {line["ordinal"]: line["prompt"] for line in rollouts}
+        for line in rollouts:
+            counts[line["ordinal"]] += line["correct"]
+        solved = {questions[ordinal] for ordinal, count in counts.items() if count >= 2}
+        steps.append((set(questions.values()), solved))
+    return steps

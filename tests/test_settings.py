@@ -239,6 +239,8 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"scoring": {"non_stop_penalty": float("inf")}}, "scoring.non_stop_penalty = inf: "),
         ({"filter": {"drop_no_signal": "perhaps"}}, "filter.drop_no_signal = 'perhaps': "),
         ({"filter": {"refill": True, "max_refills": 0}}, "filter.max_refills = 0: "),
+        ({"filter": {"retire_pass_rate": 0}}, "filter.retire_pass_rate = 0: input should be greater than 0"),
+        ({"filter": {"retire_pass_rate": 1.1}}, "filter.retire_pass_rate = 1.1: "),
         ({"eval": {"temperature": -1}}, "eval.temperature = -1: "),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep = 0: "),
     ],
@@ -263,6 +265,10 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_field(tables: dict[str, Any
         (
             {"eval": {"every": 5}},
             "eval.every has no effect without an [[eval.data]] table; add one or remove it",
+        ),
+        (
+            {"filter": {"retire_pass_rate": 0.9}, "run": {"epochs": 1}},
+            "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them",
         ),
         (
             {"filter": {"max_refills": 3}},

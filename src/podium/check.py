@@ -14,7 +14,15 @@ from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
-from podium.runtime._build import build_advantages, build_data, build_scoring, held_out_data, make_engine, make_rollout
+from podium.runtime._build import (
+    build_advantages,
+    build_data,
+    build_scoring,
+    check_retirement,
+    held_out_data,
+    make_engine,
+    make_rollout,
+)
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -29,6 +37,7 @@ def check(settings: Settings) -> str:
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),

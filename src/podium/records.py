@@ -38,6 +38,8 @@ class Plan:
     """Passes over the data after which the run ends early; None has no limit."""
     max_refills: int = 0
     """Rounds in which a window draws what its filter dropped; 0: a step is what was drawn first."""
+    retire_pass_rate: float | None = None
+    """Share of correct rollouts from which on a row is not drawn again; None retires none."""
 
     @property
     def prompts_per_window(self) -> int:
@@ -187,6 +189,12 @@ class Group:
         scored = [reward for reward in self.rewards if reward is not None]
         return len(scored) > 1 and min(scored) != max(scored)
 
+    @property
+    def pass_rate(self) -> float:
+        """Share of correct rollouts among the scored ones; 0 where fewer than two are known to be correct or not."""
+        known = [correct for correct in self.correct if correct is not None]
+        return sum(known) / len(known) if len(known) > 1 else 0.0
+
 
 @dataclass(frozen=True)
 class StepGroups:
@@ -328,6 +336,8 @@ class RunState:
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
+    retired: tuple[int, ...] = ()
+    """Rows that are not drawn again, by index, sorted."""
 
     def after(self, step: StepGroups, result: UpdateResult) -> RunState:
         """The counts once a step has been trained; its frontier is the data's business."""

@@ -235,6 +235,9 @@ class Filter(Section):
     max_refills: Annotated[int, Field(ge=1)] | None = None
     """Rounds of refilling per sync_every steps, by default 10; then the step trains what there is."""
 
+    retire_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """A row whose group had at least this share of correct rollouts is not drawn again."""
+
     def completed(self) -> "Filter":
         """With the default of `max_refills`, where it has an effect."""
         if self.max_refills is not None and not self.refill:

@@ -8,6 +8,7 @@ import pytest
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.records import Group, Plan, Prompt, Row, RunState
+from tests.builders import make_group
 
 
 class CharacterTokenizer:
@@ -123,6 +124,56 @@ def test_a_run_is_over_when_its_steps_are_done_or_nothing_is_left_to_draw() -> N
     assert data.end(RunState(step=4, next_ordinal=5)) is None
     assert data.end(RunState(step=5, next_ordinal=5)) == "run.steps = 5 is reached"
     assert data.end(RunState(step=2, next_ordinal=6)) == "run.epochs = 2 is reached"
+
+
+def graded(prompt: Prompt, num_correct: int) -> Group:
+    """Four rollouts, so many of them correct."""
+    correct = (True,) * num_correct + (False,) * (4 - num_correct)
+    return make_group((0.0,) * 4, prompt=prompt, correct=correct)
+
+
+def test_a_row_solved_at_the_rate_is_not_drawn_again_and_its_ordinals_stay_unused() -> None:
+    data = make_data(3, steps=9, prompts_per_step=1, retire_pass_rate=0.75)
+    # the first epoch serves rows 0 … 2 in some order, with 2, 3 and 4 of 4 correct: the last two are retired
+    first = data.draw(RunState(), 3)
+    state = data.advance(RunState(), [graded(prompt, count) for prompt, count in zip(first, (2, 3, 4), strict=True)])
+    rows = [int(prompt.question) for prompt in first]
+    assert state == RunState(next_ordinal=3, retired=tuple(sorted(rows[1:])))
+    later = data.draw(state, 2)
+    assert [int(prompt.question) for prompt in later] == [rows[0]] * 2
+    second, third = (prompt.ordinal for prompt in later)
+    assert 3 <= second < 6 <= third < 9  # one each epoch, at the place that its shuffle gives it
+    assert data.draw(state, 2) == later
+
+
+def test_retired_rows_add_up_and_are_sorted() -> None:
+    data = make_data(200, retire_pass_rate=1.0)
+    state = RunState(next_ordinal=200, retired=(3, 107))
+    prompts = data.draw(state, 60)
+    state = data.advance(state, [graded(prompt, 4) for prompt in prompts[:50]])
+    assert list(state.retired) == sorted([3, 107, *(int(prompt.question) for prompt in prompts[:50])])
+    assert data.advance(state, [graded(prompts[50], 3)]).retired == state.retired
+
+
+def test_without_a_rate_no_row_is_retired() -> None:
+    data = make_data(3)
+    assert data.advance(RunState(), [graded(prompt, 4) for prompt in data.draw(RunState(), 3)]).retired == ()
+
+
+def test_a_run_whose_rows_are_all_retired_is_over_and_says_so() -> None:
+    data = make_data(["a", "b", "too long"], retire_pass_rate=0.5)
+    assert data.end(RunState(retired=(0,))) is None
+    assert data.draw(RunState(retired=(0, 1)), 2) == []
+    expected = "every row was solved at filter.retire_pass_rate = 0.5 and is retired"
+    assert data.end(RunState(step=1, retired=(0, 1))) == expected
+    assert data.end(RunState(step=5, retired=(0, 1))) == "run.steps = 5 is reached"
+
+
+def test_a_last_epoch_of_which_only_retired_rows_are_left_is_over() -> None:
+    data = make_data(3, epochs=2, retire_pass_rate=0.5)
+    last = int(data.draw(RunState(next_ordinal=5), 1)[0].question)
+    assert data.draw(RunState(next_ordinal=5, retired=(last,)), 1) == []
+    assert data.end(RunState(next_ordinal=5, retired=(last,))) == "run.epochs = 2 is reached"
 
 
 def test_prompts_that_are_too_long_are_skipped_and_keep_their_ordinal() -> None:

@@ -62,7 +62,7 @@ def test_the_numbers_of_a_step() -> None:
     new = (make_rollout(policy_version_min=6),) * 2
     dropped = make_group((0.4, 0.4), prompt=make_prompt(1), rollouts=new, scoring_s=0.5)
     metrics = step_metrics(
-        RunState(step=9, policy_version=7),
+        RunState(step=9, policy_version=7, retired=(2, 5, 11)),
         StepGroups(2, (kept, dropped), (kept,), num_refills=3),
         result(loss__total=-0.5, pack__tokens=30.0),
         {"rollout": 2.0, "train": 0.5, "sync": 0.1},
@@ -81,6 +81,7 @@ def test_the_numbers_of_a_step() -> None:
         "batch/kept_ratio": 0.5,
         "batch/drawn": 2.0,
         "batch/refills": 3.0,
+        "batch/retired": 3.0,
         "loss/total": -0.5,
         "version/policy": 7.0,
         "version/lag_max": 2.0,

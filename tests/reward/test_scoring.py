@@ -378,6 +378,30 @@ def test_a_group_has_signal_only_if_two_rewards_differ() -> None:
     assert make_group((0.2, None, 0.3)).has_signal
 
 
+@pytest.mark.parametrize(
+    ("correct", "expected"),
+    [
+        ((True, False, True, True), 0.75),
+        ((True, None, False), 0.5),  # the one without a reward counts nowhere
+        ((True, None, None), 0.0),  # a single rollout says too little
+        ((None, None), 0.0),
+        ((), 0.0),
+    ],
+)
+def test_the_pass_rate_is_the_share_of_correct_rollouts_among_the_scored(
+    correct: tuple[bool | None, ...], expected: float
+) -> None:
+    assert make_group((0.0,) * len(correct), correct=correct).pass_rate == expected
+
+
+def test_rewards_whose_highest_value_is_not_known_are_named() -> None:
+    scoring = make_scoring(is_a, length, up_to_4, weights=(1.0, 1.0, -1.0))
+    assert scoring.without_highest(()) == ["length"]
+    assert scoring.without_highest(("is_a", "up_to_4")) == []
+    assert make_scoring(is_a, length, weights=(1.0, 0.0)).without_highest(()) == []
+    assert make_scoring(is_a, length, weights=(1.0, -1.0)).without_highest(()) == ["length"]
+
+
 def test_the_share_of_an_evaluation_is_taken_over_all_of_it() -> None:
     """One failure in ten prompts is a tenth, not one of the first two."""
 

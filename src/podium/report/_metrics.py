@@ -25,6 +25,7 @@ def step_metrics(
         "batch/kept_ratio": len(kept) / min(step.prompts_per_step, len(groups)),
         "batch/drawn": float(len(groups)),
         "batch/refills": float(step.num_refills),
+        "batch/retired": float(len(state.retired)),
         **result.metrics,
         "version/policy": float(state.policy_version),
         "version/lag_max": float(_largest_lag(groups, state.policy_version - result.updated)),

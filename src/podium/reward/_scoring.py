@@ -46,6 +46,10 @@ class Scoring:
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
         return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share, self._non_stop_penalty)
 
+    def without_highest(self, names: Sequence[str]) -> list[str]:
+        """Those of a row's rewards for which "correct" is not known; `names` may be empty, as in a row."""
+        return [name for name in names or self._default if _highest(self._by_name[name]) == float("inf")]
+
     async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
 
@@ -73,8 +77,7 @@ class Scoring:
         calls = (self._score_one(rewards, group.prompt, rollout, failures) for rollout in group.rollouts)
         parts = await asyncio.gather(*calls)
         totals = [_total(rewards, part) for part in parts]
-        weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
-        highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)
+        highest = sum(map(_highest, rewards))
         scored = replace(
             group,
             rewards=tuple(totals),
@@ -125,6 +128,13 @@ class Scoring:
                 f"{failed} of {len(values)} reward calls gave no number, more than "
                 f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
             )
+
+
+def _highest(reward: NamedReward) -> float:
+    """Its largest share in the sum; infinite where it declares no range."""
+    if reward.weight == 0:  # 0 · ∞ is no number
+        return 0.0
+    return reward.weight * declared_range(reward.function)[reward.weight >= 0]
 
 
 def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:

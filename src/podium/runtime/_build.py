@@ -100,6 +100,17 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     return Scoring(by_name, default, settings.run.prompts_per_step, limits.max_failed_share, limits.non_stop_penalty)
 
 
+def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
+    """Rows can only be retired where it is known which rollouts are correct."""
+    rate = settings.filter.retire_pass_rate
+    unknown = sorted({name for names in data.reward_choices for name in scoring.without_highest(names)})
+    if rate is not None and unknown:
+        raise InputError(
+            f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
+            "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
+        )
+
+
 def bind_options(function: Any, options: dict[str, Any]) -> Any:
     """The reward with its options bound; the declared range stays on it."""
     bound = partial(function, **options)

@@ -22,6 +22,7 @@ from podium.runtime._build import (
     build_reference,
     build_reports,
     build_scoring,
+    check_retirement,
     eval_options,
     held_out_data,
     make_engine,
@@ -47,6 +48,7 @@ def local(
     plan = replace(settings.plan, steps=data.num_steps)
     held_out = held_out_data(settings, policy, plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
     trainer = find("trainer", settings.trainer.name)(
         policy, build_objective(settings), plan.steps, build_reference(settings), **settings.trainer.options
