@@ -1,7 +1,8 @@
 import pytest
 
+from podium.pack import pack
 from podium.records import RunState, StepGroups, UpdateResult
-from podium.report._metrics import group_metrics, rollout_metrics, step_metrics
+from podium.report._metrics import group_metrics, pack_metrics, rollout_metrics, step_metrics
 from tests.builders import make_group, make_prompt, make_rollout
 
 
@@ -64,10 +65,12 @@ def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
         RunState(step=9, policy_version=7, retired=(2, 5, 11)),
         StepGroups(2, (kept, dropped), (kept,), num_refills=3),
-        result(loss__total=-0.5, pack__tokens=30.0),
+        result(loss__total=-0.5, pack__batches=4.0, pack__tokens=30.0),
         {"rollout": 2.0, "train": 0.5, "sync": 0.1},
+        20,
     )
-    # 4 rollouts of 3 tokens in 2 s; 30 packed tokens in 0.5 s; version 6 was trained, the oldest rollout is of 4
+    # 4 rollouts of 3 tokens in 2 s; 30 packed tokens in 0.5 s; version 6 was trained, the oldest rollout is of 4;
+    # 4 batches for the 2 kept rollouts, with 30 tokens in 4 · 20 places
     expected = {
         "reward/mean": 0.55,
         "reward/kept_mean": 0.7,
@@ -83,6 +86,8 @@ def test_the_numbers_of_a_step() -> None:
         "batch/refills": 3.0,
         "batch/retired": 3.0,
         "loss/total": -0.5,
+        "pack/ratio": 2.0,
+        "pack/fill": 0.375,
         "version/policy": 7.0,
         "version/lag_max": 2.0,
         "time/rollout_s": 2.0,
@@ -96,7 +101,7 @@ def test_the_numbers_of_a_step() -> None:
 
 def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None:
     group = make_group((0.2, 0.2), rollouts=(make_rollout(policy_version_min=5),) * 2)
-    metrics = step_metrics(RunState(step=2, policy_version=5), StepGroups(1, (group,)), result(updated=False), {})
+    metrics = step_metrics(RunState(step=2, policy_version=5), StepGroups(1, (group,)), result(updated=False), {}, 99)
     assert metrics["version/lag_max"] == 0.0
     assert metrics["batch/kept_ratio"] == 0.0
     assert metrics["reward/kept_mean"] == 0.0
@@ -105,7 +110,7 @@ def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
     odd = result(updated=False, optim__grad_norm=float("nan"), loss__total=float("inf"), optim__skipped=1.0)
-    metrics = step_metrics(RunState(step=1), StepGroups(1, (make_group(),), (make_group(),)), odd, {})
+    metrics = step_metrics(RunState(step=1), StepGroups(1, (make_group(),), (make_group(),)), odd, {}, 99)
     assert "optim/grad_norm" not in metrics
     assert "loss/total" not in metrics
     assert metrics["optim/skipped"] == 1.0
@@ -122,4 +127,20 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
 )
 def test_the_kept_ratio_says_how_full_a_step_is(prompts_per_step: int, drawn: int, kept: int, expected: float) -> None:
     step = StepGroups(prompts_per_step, (make_group(),) * drawn, (make_group(),) * kept)
-    assert step_metrics(RunState(step=1), step, result(), {})["batch/kept_ratio"] == expected
+    assert step_metrics(RunState(step=1), step, result(), {}, 99)["batch/kept_ratio"] == expected
+
+
+def test_only_rollouts_that_were_packed_count_in_the_packs_ratio() -> None:
+    masked = make_rollout(loss_mask=(0, 0, 0))
+    group = make_group((0.2, 1.2, 0.4, None), rollouts=(make_rollout(), make_rollout(), masked, make_rollout()))
+    # one batch; of four rollouts one has no loss token and one no reward: two documents of 6 tokens
+    assert pack_metrics([group], {"pack/batches": 1.0, "pack/tokens": 12.0}, 48) == {
+        "pack/ratio": 0.5,
+        "pack/fill": 0.25,
+    }
+    [batch] = pack([group], max_tokens_per_batch=48, temperature=1.0)
+    assert (batch.num_documents, len(batch.token_ids)) == (2, 12)
+
+
+def test_a_step_that_packed_nothing_has_no_numbers_of_packing() -> None:
+    assert pack_metrics([], {"optim/skipped": 1.0}, 48) == {}

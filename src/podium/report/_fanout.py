@@ -15,10 +15,16 @@ class Reports:
     """`card` describes the run, see `run_card`; `settings` is the text of its settings.toml."""
 
     def __init__(
-        self, reports: Sequence[Report], folder: RunFolder, ledger: Ledger, card: Mapping[str, Any], settings: str
+        self,
+        reports: Sequence[Report],
+        folder: RunFolder,
+        ledger: Ledger,
+        card: Mapping[str, Any],
+        settings: str,
+        max_tokens_per_batch: int,
     ) -> None:
         self._reports, self._folder, self._ledger, self._card = reports, folder, ledger, card
-        self._settings = settings
+        self._settings, self._max_tokens_per_batch = settings, max_tokens_per_batch
         self.has_started = False
 
     async def start(self, state: RunState) -> None:
@@ -40,7 +46,7 @@ class Reports:
         result: UpdateResult,
         seconds: Mapping[str, float],
     ) -> None:
-        metrics = step_metrics(state, step, result, seconds)
+        metrics = step_metrics(state, step, result, seconds, self._max_tokens_per_batch)
         made = StepReport(state, metrics, step.drawn, tuple(group.prompt.ordinal for group in step.kept))
         for report in self._reports:
             report.write(made)

@@ -8,7 +8,11 @@ from podium.records import Group, RunState, StepGroups, UpdateResult
 
 
 def step_metrics(
-    state: RunState, step: StepGroups, result: UpdateResult, seconds: Mapping[str, float]
+    state: RunState,
+    step: StepGroups,
+    result: UpdateResult,
+    seconds: Mapping[str, float],
+    max_tokens_per_batch: int,
 ) -> dict[str, float]:
     """`state` is the one after the step.
 
@@ -27,6 +31,7 @@ def step_metrics(
         "batch/refills": float(step.num_refills),
         "batch/retired": float(len(state.retired)),
         **result.metrics,
+        **pack_metrics(kept, result.metrics, max_tokens_per_batch),
         "version/policy": float(state.policy_version),
         "version/lag_max": float(_largest_lag(groups, state.policy_version - result.updated)),
         **{f"time/{stage}_s": value for stage, value in seconds.items()},
@@ -65,6 +70,19 @@ def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
         f"{prefix}/stop_rate": _mean(float(rollout.finish_reason == "stop") for rollout in rollouts),
         f"{prefix}/truncated_share": _mean(float(rollout.finish_reason == "length") for rollout in rollouts),
     }
+
+
+def pack_metrics(kept: Sequence[Group], trained: Mapping[str, float], max_tokens_per_batch: int) -> dict[str, float]:
+    """How well the step's rollouts fitted into batches; nothing where none was trained."""
+    rollouts = sum(
+        reward is not None and any(rollout.loss_mask)
+        for group in kept
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
+    )
+    batches = trained.get("pack/batches", 0.0)
+    if not rollouts or not batches:
+        return {}
+    return {"pack/ratio": batches / rollouts, "pack/fill": trained["pack/tokens"] / (batches * max_tokens_per_batch)}
 
 
 def _largest_lag(groups: Iterable[Group], version: int) -> int:

@@ -55,7 +55,8 @@ def local(
     )
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
-    reports = Reports(every_report, folder, ledger, run_card(settings, folder, plan), settings.to_toml())
+    card = run_card(settings, folder, plan)
+    reports = Reports(every_report, folder, ledger, card, settings.to_toml(), settings.pack.max_tokens_per_batch)
     stages = Stages(
         data=data,
         rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
