@@ -18,6 +18,7 @@ from podium.runtime._build import (
     build_advantages,
     build_data,
     build_scoring,
+    check_retirement,
     check_trainer,
     held_out_data,
     make_engine,
@@ -39,6 +40,7 @@ def check(settings: Settings) -> str:
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
@@ -65,11 +67,12 @@ def _section(title: str, lines: list[str]) -> str:
 
 
 def _settings_lines(settings: Settings) -> list[str]:
-    run = settings.run
+    run, rounds = settings.run, 1 + settings.plan.max_refills
+    refilled = f", refilled up to {settings.plan.max_refills} times" if settings.filter.refill else ""
     lines = [
         f"model {settings.model.name}, " + ("LoRA" if settings.model.lora else "full weights"),
-        f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts = "
-        f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt:,} rollouts at most",
+        f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts{refilled} = "
+        f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt * rounds:,} rollouts at most",
     ]
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)

@@ -1,7 +1,7 @@
 """What travels between the stages, in the order it is made.
 
-Row → Prompt → Request → Answer → Rollout → Group → Batch → LossOutput → UpdateResult → StepReport. All are frozen; a
-stage that adds something makes a new record. In a Batch every tensor is flat over tokens, `[T]`.
+Row → Prompt → Request → Answer → Rollout → Group → StepGroups → Batch → LossOutput → UpdateResult → StepReport. All are
+frozen; a stage that adds something makes a new record. In a Batch every tensor is flat over tokens, `[T]`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,19 @@ class Plan:
     """Steps without an update in a row after which the run is given up."""
     epochs: int | None = None
     """Passes over the data after which the run ends early; None has no limit."""
+    max_refills: int = 0
+    """Rounds in which a window draws what its filter dropped; 0: a step is what was drawn first."""
+    retire_pass_rate: float | None = None
+    """Share of correct rollouts from which on a row is not drawn again; None retires none."""
 
     @property
     def prompts_per_window(self) -> int:
         """Prompts that are sampled with one set of weights."""
         return self.prompts_per_step * max(1, self.sync_every)
+
+    def window_size(self, step: int) -> int:
+        """Prompts of the window that begins after `step` steps; 0 once all are done."""
+        return min(self.prompts_per_window, max(0, self.steps - step) * self.prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,29 @@ class Group:
         scored = [reward for reward in self.rewards if reward is not None]
         return len(scored) > 1 and min(scored) != max(scored)
 
+    @property
+    def pass_rate(self) -> float:
+        """Share of correct rollouts among the scored ones; 0 where fewer than two are known to be correct or not."""
+        known = [correct for correct in self.correct if correct is not None]
+        return sum(known) / len(known) if len(known) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of one step, with their advantages."""
+
+    prompts_per_step: int
+    """Groups that make it full."""
+    drawn: tuple[Group, ...] = ()
+    """Every group, the dropped ones too."""
+    kept: tuple[Group, ...] = ()
+    """Those that are trained, as the filter left them."""
+    num_refills: int = 0
+    """Rounds of further prompts that were started for it."""
+
+    def plus(self, drawn: Sequence[Group], kept: Sequence[Group]) -> StepGroups:
+        return replace(self, drawn=(*self.drawn, *drawn), kept=(*self.kept, *kept))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -320,15 +351,16 @@ class RunState:
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
+    retired: tuple[int, ...] = ()
+    """Rows that are not drawn again, by index, sorted."""
 
-    def after(self, groups: Sequence[Group], result: UpdateResult) -> RunState:
-        """The state once a step has trained `groups`."""
+    def after(self, step: StepGroups, result: UpdateResult) -> RunState:
+        """The counts once a step has been trained; its frontier is the data's business."""
         return replace(
             self,
             step=self.step + 1,
             policy_version=self.policy_version + result.updated,
-            next_ordinal=max(group.prompt.ordinal for group in groups) + 1,
-            num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in groups),
+            num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in step.drawn),
             num_tokens=self.num_tokens + result.num_loss_tokens * result.updated,
             num_skipped_steps=self.num_skipped_steps + (not result.updated),
             num_skipped_in_a_row=0 if result.updated else self.num_skipped_in_a_row + 1,

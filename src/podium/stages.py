@@ -22,6 +22,7 @@ from podium.records import (
     Rollout,
     RunState,
     Sampling,
+    StepGroups,
     StepReport,
     UpdateResult,
 )
@@ -33,8 +34,16 @@ if TYPE_CHECKING:
 class Data(Protocol):
     """Stage 1. Prompts in an order that depends on the seed alone."""
 
-    def windows(self, state: RunState) -> Iterator[list[Prompt]]:
-        """From the trained frontier on: the prompts of `sync_every` steps at a time."""
+    def draw(self, state: RunState, count: int) -> list[Prompt]:
+        """The next prompts from the trained frontier on; fewer where the data ends."""
+        ...
+
+    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
+        """The state with its frontier behind these groups."""
+        ...
+
+    def end(self, state: RunState) -> str | None:
+        """Why the run is over, for people; None while it is not."""
         ...
 
 
@@ -74,7 +83,9 @@ class RewardFunction(Protocol):
 class RewardStage(Protocol):
     """Stage 3. Scores each group as it arrives, beside generation."""
 
-    def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]: ...
+    def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
+        """`after`: groups of the same step that were scored before; they count in its share of failed rewards."""
+        ...
 
 
 AdvantageFunction = Callable[[Sequence[float]], Sequence[float]]
@@ -157,8 +168,7 @@ class ReportStage(Protocol):
     async def write(
         self,
         state: RunState,
-        groups: Sequence[Group],
-        kept: Sequence[Group],
+        step: StepGroups,
         result: UpdateResult,
         seconds: Mapping[str, float],
     ) -> None: ...

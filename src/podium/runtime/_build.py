@@ -104,7 +104,19 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")
     default = [choice.name for choice in settings.reward]
-    return Scoring(by_name, default, settings.run.prompts_per_step, settings.scoring.max_failed_share)
+    limits = settings.scoring
+    return Scoring(by_name, default, settings.run.prompts_per_step, limits.max_failed_share, limits.non_stop_penalty)
+
+
+def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
+    """Rows can only be retired where it is known which rollouts are correct."""
+    rate = settings.filter.retire_pass_rate
+    unknown = sorted({name for names in data.reward_choices for name in scoring.without_highest(names)})
+    if rate is not None and unknown:
+        raise InputError(
+            f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
+            "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
+        )
 
 
 def bind_options(function: Any, options: dict[str, Any]) -> Any:
@@ -148,7 +160,7 @@ def build_filter(settings: Settings) -> Any:
     """`accept` is looked up like any other name of user code."""
     given = settings.filter
     accept = None if given.accept is None else find("filter", given.accept)
-    return partial(filter_groups, **given.model_dump(exclude={"accept"}), accept=accept)
+    return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
 
 
 def build_pack(settings: Settings, memory: MemoryPlan) -> Any:

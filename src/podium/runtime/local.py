@@ -19,6 +19,7 @@ from podium.runtime._build import (
     build_pack,
     build_reports,
     build_scoring,
+    check_retirement,
     check_trainer,
     eval_options,
     held_out_data,
@@ -48,12 +49,14 @@ def local(
     plan = replace(settings.plan, steps=data.num_steps)
     held_out = held_out_data(settings, policy, plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
-    reports = Reports(every_report, folder, ledger, run_card(settings, folder, plan), settings.to_toml())
+    card = run_card(settings, folder, plan)
+    reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
     stages = Stages(
         data=data,
         rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
@@ -79,7 +82,7 @@ def local(
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
             scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
-            plan,
+            lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
         ),
