@@ -373,7 +373,7 @@ def podium_prompts(tokenizer: Any, num_steps: int) -> list[Any]:
     rows = arithmetic()
     plan = Plan(num_steps, PROMPTS_PER_STEP, GROUP_SIZE)
     data = OrderedData(rows, [tokenizer.model_max_length] * len(rows), tokenizer, plan, SEED)
-    return [prompt for window in data.windows(RunState()) for prompt in window]
+    return data.draw(RunState(), num_steps * PROMPTS_PER_STEP)
 
 
 def trl_config(output: str, num_steps: int) -> Any:

@@ -3,8 +3,11 @@
     train_step.py --shape smollm2-135m --rollouts 512 --prompt 60 --answer 90 --precision bfloat16 --budget 32768
     train_step.py --shape qwen3-1.7b --rollouts 64 --prompt 128 --answer 384 --precision bfloat16 --budget 4096
 
-Random weights of a real model's shape, answers of spread lengths, full weights. MFU is 6 · parameters · tokens over the
-GPU's peak in bfloat16 (`--peak`, 790 TFLOP/s for an H200); on a CPU it means nothing. Prints one line of JSON.
+    train_step.py --shape smollm2-135m … --trl 64       the same step by TRL's trainer, 64 rollouts at a time
+
+Random weights of a real model's shape, answers of spread lengths, full weights. Tokens are those of prompts and answers
+as sampled, whether or not a prompt is computed once for its group. MFU is 6 · parameters · tokens over the GPU's peak
+in bfloat16 (`--peak`, 790 TFLOP/s for an H200); on a CPU it means nothing. Prints one line of JSON.
 """
 
 import argparse
@@ -70,20 +73,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     config = SHAPES[options.shape]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-    policy: Any = SimpleNamespace(model=model, peft=None)
-    trainer = Single(
-        policy,
-        Objective(grpo, correction=Correction(sequence_band=None)),
-        lr=1e-6,
-        precision=options.precision,
-        gradient_checkpointing=options.checkpointing,
-    )
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if options.trl else attention.NAME)
     groups = [a_group(n, 8, options.prompt, options.answer, config.vocab_size) for n in range(options.rollouts // 8)]
-    batches = pack(groups, max_tokens_per_batch=options.budget, temperature=1.0, device=device)
-    tokens = sum(len(batch.token_ids) for batch in batches)
-    seconds = [_timed(trainer, batches) for _ in range(options.steps + 1)][1:]
-    best = sorted(seconds)[len(seconds) // 2]
+    tokens = sum(len(g.prompt.token_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
+    first, *seconds = (trl_seconds if options.trl else podium_seconds)(model, groups, options)
+    median = sorted(seconds)[len(seconds) // 2]
     parameters = sum(p.numel() for p in model.parameters())
     return {
         **vars(options),
@@ -91,13 +85,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "parameters": parameters,
         "tokens": tokens,
-        "batches": len(batches),
-        "fill": round(tokens / (len(batches) * options.budget), 3),
-        "seconds_median": round(best, 4),
-        "tokens_per_s": round(tokens / best),
-        "mfu": round(6 * parameters * tokens / best / (options.peak * 1e12), 4),
+        "first_step_s": round(first, 1),
+        "seconds_median": round(median, 4),
+        "tokens_per_s": round(tokens / median),
+        "mfu": round(6 * parameters * tokens / median / (options.peak * 1e12), 4),
         "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None,
     }
+
+
+def podium_seconds(model: Any, groups: list[Group], options: argparse.Namespace) -> list[float]:
+    """The first step, which compiles, and the others."""
+    policy: Any = SimpleNamespace(model=model, peft=None, device=next(model.parameters()).device)
+    trainer = Single(
+        policy,
+        Objective(grpo, correction=Correction(sequence_band=None)),
+        shared_prefix=options.shared_prefix,
+        lr=1e-6,
+        compile=options.compile,
+        precision=options.precision,
+        gradient_checkpointing=options.checkpointing,
+    )
+    batches = pack(groups, max_tokens_per_batch=options.budget, temperature=1.0, shared_prefix=options.shared_prefix)
+    return [_timed(trainer, batches) for _ in range(options.steps + 1)]
+
+
+def trl_seconds(model: Any, groups: list[Group], options: argparse.Namespace) -> list[float]:
+    from _trl_step import TrlStep
+
+    step = TrlStep(model, groups, micro_batch=options.trl, bfloat16=options.precision == "bfloat16")
+    return [step.seconds() for _ in range(options.steps + 1)]
 
 
 def _timed(trainer: Single, batches: list[Any]) -> float:
@@ -116,6 +132,9 @@ if __name__ == "__main__":
     arguments.add_argument("--budget", type=int, default=16384, help="tokens per batch")
     arguments.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     arguments.add_argument("--checkpointing", action="store_true")
+    arguments.add_argument("--shared-prefix", action="store_true", help="compute a prompt once for its group")
+    arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
+    arguments.add_argument("--trl", type=int, default=0, help="measure TRL's trainer, with this micro-batch")
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--peak", type=float, default=790.0, help="TFLOP/s of the GPU in bfloat16")
     print(json.dumps(measure(arguments.parse_args())))

@@ -25,6 +25,15 @@ SCHEDULES = {
     "lora with dropout": {"dropout": 0.1},
     "short epochs": {"max_rows": 7},
     "full weights, never synced": {"lora": False, "sync_every": 0},
+    "refilled": {"filter": {"refill": True}},
+    "refilled windows of 2": {"filter": {"refill": True, "max_refills": 2}, "sync_every": 2},
+    "refilled over short epochs": {"filter": {"refill": True}, "max_rows": 7},
+    "retiring": {"filter": {"retire_pass_rate": 0.5}, "max_rows": 9},
+    "retiring, refilled windows of 2": {
+        "filter": {"retire_pass_rate": 0.75, "refill": True, "max_refills": 2},
+        "max_rows": 9,
+        "sync_every": 2,
+    },
 }
 
 
@@ -37,6 +46,8 @@ def write_settings(folder: Path, schedule: dict[str, Any], *, steps: int = STEPS
         tables["trainer"]["lr"] = 1e-4
     if "dropout" in schedule:
         tables["model"]["lora"] = {"dropout": schedule["dropout"]}
+    if "filter" in schedule:
+        tables["filter"] = schedule["filter"]
     if "max_rows" in schedule:
         tables["data"][0]["max_rows"] = schedule["max_rows"]
     path = folder.with_suffix(".toml")

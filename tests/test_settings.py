@@ -36,8 +36,8 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "engine": {"name": "inprocess", "concurrency": 512},
         "reward": [],
         "scoring": {"max_failed_share": 0.1},
-        "filter": {"drop_no_signal": True, "truncated": "keep"},
-        "advantage": {"name": "grpo", "std": "population", "eps": 1e-4},
+        "filter": {"drop_no_signal": True, "truncated": "keep", "refill": False},
+        "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
         "pack": {"max_tokens_per_batch": 16384},
         "loss": {
             "name": "grpo",
@@ -53,6 +53,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "lr": 1e-5,
             "schedule": "constant",
             "warmup_steps": 0,
+            "optimizer": "adamw",
             "betas": [0.9, 0.999],
             "weight_decay": 0.0,
             "max_grad_norm": 1.0,
@@ -173,7 +174,10 @@ TOP = (
             "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
         ),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
-        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share, worker_memory_mb, workers"),
+        (
+            {"scoring": {"x": 1}},
+            "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty, worker_memory_mb, workers",
+        ),
         (
             {"loss": {"clip": 0.2}},
             "loss.clip is not an option of grpo; did you mean 'clip_low'? Valid: clip_high, clip_low",
@@ -229,13 +233,18 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"loss": "grpo"}, "loss = 'grpo': "),
         ({"loss": {"clip_low": 2}}, "loss.clip_low = 2: input should be less than or equal to 1"),
         ({"loss": {"clip_high": float("nan")}}, "loss.clip_high = nan: "),
+        ({"advantage": {"clip": 0}}, "advantage.clip = 0: input should be greater than 0"),
         ({"trainer": {"lr": 0}}, "trainer.lr = 0: input should be greater than 0"),
         ({"trainer": {"lr": float("inf")}}, "trainer.lr = inf: input should be a finite number"),
         ({"reward": [{"name": "exact", "weight": float("nan")}]}, "reward.0.weight = nan: input should be a finite"),
         ({"rollout": {"stop": "#"}}, "rollout.stop = '#': input should be a valid list"),
         ({"rollout": {"top_p": 1.5}}, "rollout.top_p = 1.5: "),
         ({"scoring": {"max_failed_share": 1.1}}, "scoring.max_failed_share = 1.1: "),
+        ({"scoring": {"non_stop_penalty": float("inf")}}, "scoring.non_stop_penalty = inf: "),
         ({"filter": {"drop_no_signal": "perhaps"}}, "filter.drop_no_signal = 'perhaps': "),
+        ({"filter": {"refill": True, "max_refills": 0}}, "filter.max_refills = 0: "),
+        ({"filter": {"retire_pass_rate": 0}}, "filter.retire_pass_rate = 0: input should be greater than 0"),
+        ({"filter": {"retire_pass_rate": 1.1}}, "filter.retire_pass_rate = 1.1: "),
         ({"eval": {"temperature": -1}}, "eval.temperature = -1: "),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep = 0: "),
     ],
@@ -262,6 +271,14 @@ def test_a_value_of_the_wrong_kind_is_named_with_its_field(tables: dict[str, Any
             "eval.every has no effect without an [[eval.data]] table; add one or remove it",
         ),
         (
+            {"filter": {"retire_pass_rate": 0.9}, "run": {"epochs": 1}},
+            "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them",
+        ),
+        (
+            {"filter": {"max_refills": 3}},
+            "filter.max_refills has no effect without filter.refill = true; set it or remove this one",
+        ),
+        (
             {"rollout": {"temperature": 0}},
             "rollout.temperature = 0: greedy rollouts of a group are all the same; give a value above 0",
         ),
@@ -271,6 +288,21 @@ def test_settings_that_do_not_agree_are_refused_with_the_remedy_and_nothing_else
     tables: dict[str, Any], message: str
 ) -> None:
     assert complaint(tables) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "planned"),
+    [
+        ({}, None, 0),
+        ({"refill": True}, 10, 10),
+        ({"refill": True, "max_refills": 3}, 3, 3),
+    ],
+)
+def test_refills_have_a_bound_where_there_are_any(given: dict[str, Any], saved: int | None, planned: int) -> None:
+    settings = Settings.from_dict({"filter": given})
+    assert settings.to_dict()["filter"].get("max_refills") == saved
+    assert settings.plan.max_refills == planned
+    assert Settings.from_dict(settings.to_dict()) == settings
 
 
 def test_bfloat16_under_lora_is_fine() -> None:

@@ -19,11 +19,14 @@ from podium.runtime._build import (
     build_advantages,
     build_data,
     build_scoring,
+    check_retirement,
+    check_trainer,
     held_out_data,
     make_engine,
     make_rollout,
     refuse_rewards,
 )
+from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
 
 SHOWN_PROMPTS = 3
@@ -35,10 +38,12 @@ def check(settings: Settings) -> str:
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
     refuse_rewards(settings)
+    check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     with closing(scoring):
         groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
@@ -66,11 +71,12 @@ def _section(title: str, lines: list[str]) -> str:
 
 
 def _settings_lines(settings: Settings) -> list[str]:
-    run = settings.run
+    run, rounds = settings.run, 1 + settings.plan.max_refills
+    refilled = f", refilled up to {settings.plan.max_refills} times" if settings.filter.refill else ""
     lines = [
         f"model {settings.model.name}, " + ("LoRA" if settings.model.lora else "full weights"),
-        f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts = "
-        f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt:,} rollouts at most",
+        f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts{refilled} = "
+        f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt * rounds:,} rollouts at most",
     ]
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
@@ -105,27 +111,25 @@ def _group_lines(group: Group) -> list[str]:
 
 
 def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list[str]:
-    """What is held for the whole run; activations come on top."""
-    every = list(policy.model.named_parameters())
-    weights = sum(p.numel() * p.element_size() for _, p in every)
-    trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
-    if policy.peft is not None:
-        extra = sum(p.numel() * p.element_size() for name, p in every if ".base_layer.weight" in name)
-    else:
-        extra = 0 if settings.run.sync_every == 1 else trained
-    config: Any = policy.model.config
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * policy.model.dtype.itemsize
-    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
-    slots = min(settings.engine.options.get("concurrency", rollouts), rollouts)
-    context = max(data.lengths) + settings.rollout.options.get("max_new_tokens", 0)
-    return [
-        f"weights {_size(weights)}, of which trained {_size(trained)}",
-        f"gradients {_size(trained)}, optimizer {_size(2 * trained)}",
-        f"the engine's own copy of weights {_size(extra)}",
-        f"key-value cache {_size(per_token * slots * context)} for {slots} rollouts of {context} tokens, prompts too",
+    plan = memory_plan(settings, policy, max(data.lengths))
+    batch = plan.per_token * plan.max_tokens_per_batch
+    lines = [
+        f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
+        f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
+        f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
+        f"key-value cache {_size(plan.cache)} for {num_slots(settings)} rollouts of {plan.longest_document} tokens, "
+        "prompts too",
+        f"a batch of {plan.max_tokens_per_batch:,} tokens {_size(batch)} "
+        f"({_size(plan.per_token)} a token{', with gradient checkpointing' if plan.gradient_checkpointing else ''}), "
+        f"logits {_size(plan.logits)}",
+        f"together {_size(plan.total)} of {_size(plan.device)}",
     ]
+    if plan.total > plan.device:
+        lines.append(
+            "too much: lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, or take "
+            "a smaller model"
+        )
+    return lines
 
 
 def _size(count: float) -> str:

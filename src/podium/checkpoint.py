@@ -67,7 +67,7 @@ class FolderCheckpoint:
         if saved["data_fingerprint"] != self._data_fingerprint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         self._trainer.load_state(load_file(chosen / "trainer.safetensors"))
-        state = RunState(**saved["state"])
+        state = RunState(**saved["state"] | {"retired": tuple(saved["state"].get("retired", ()))})
         self._ledger.check(saved["ledger"])
         self._set_aside(state.step)  # before the ledger is cut: killed in between, this one is still the newest
         self._ledger.rewind(saved["ledger"])
@@ -114,7 +114,7 @@ class FolderCheckpoint:
             "data_fingerprint": self._data_fingerprint,
             "ledger": self._ledger.position(),
         }
-        (unfinished / "state.json").write_text(json.dumps(saved, indent=1))
+        (unfinished / "state.json").write_text(json.dumps(saved))
         files = {path.name: describe_file(path) for path in sorted(unfinished.iterdir())}
         (unfinished / MANIFEST).write_text(json.dumps(files, indent=1))
         for path in (*unfinished.iterdir(), unfinished, *self._ledger.unflushed()):

@@ -26,6 +26,10 @@ class TokenMismatchError(PodiumError):
     """The ids about to be trained are not the ids that the engine sampled."""
 
 
+class RankError(PodiumError):
+    """Another rank of the same optimizer step failed."""
+
+
 class StalledError(PodiumError):
     """Many steps in a row changed nothing."""
 
@@ -44,3 +48,7 @@ class EngineError(PodiumError):
 
 class CheckpointError(PodiumError):
     """A checkpoint cannot be trusted: a file is missing, shorter or different from its manifest."""
+
+
+class SharedPrefixError(PodiumError):
+    """A prompt computed once for its group gives other logprobs than one computed for each answer."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from podium.records import EvalReport, Group, Plan, Prompt, RunState
+from podium.records import EvalReport, Group, Prompt, RunState
 from podium.stages import RewardStage, RolloutStage
 
 
@@ -30,29 +30,29 @@ def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 class HeldOut:
-    """Evaluates before the first step, every `every` steps and after the last; `tell` takes the report."""
+    """Evaluates before the first step, every `every` steps and once `is_over`; `tell` takes the report."""
 
     def __init__(
         self,
         rollout: RolloutStage,
         reward: RewardStage,
         prompts: Sequence[Prompt],
-        plan: Plan,
+        is_over: Callable[[RunState], bool],
         every: int,
         tell: Callable[[EvalReport], None],
     ) -> None:
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
-        self._plan, self._every, self._tell = plan, every, tell
+        self._is_over, self._every, self._tell = is_over, every, tell
 
     async def run_if_due(self, state: RunState, since: int) -> None:
-        if not self._prompts or not self._is_due(state.step, since):
+        if not self._prompts or not self._is_due(state, since):
             return
         started = time.monotonic()
         groups = await held_out_groups(self._rollout, self._reward, self._prompts)
         version = groups[0].rollouts[0].policy_version_max  # of the engine, which may not follow the trainer
         self._tell(EvalReport(state.step, version, eval_metrics(groups), time.monotonic() - started))
 
-    def _is_due(self, step: int, since: int) -> bool:
+    def _is_due(self, state: RunState, since: int) -> bool:
         """A window may carry the step past the exact multiple."""
-        passed = self._every > 0 and step // self._every > since // self._every
-        return step == 0 or step >= self._plan.steps or passed
+        passed = self._every > 0 and state.step // self._every > since // self._every
+        return state.step == 0 or passed or self._is_over(state)

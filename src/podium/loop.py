@@ -1,5 +1,7 @@
 """The training loop, one line a stage. Start reading here.
 
+     ┌─────────────── refill (what the filter dropped) ──┐
+     ▼                                                   │
     data ──► rollout ──► reward ──► advantage ──► filter ──► pack ──► trainer ──► report
      ▲         ▲  groups arrive while others are still written         │
      │         └───────────────── sync (proven by a probe) ◄───────────┤
@@ -12,9 +14,10 @@ and evaluations fall on window ends, so that a resumed run samples exactly what 
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from podium.errors import StalledError
-from podium.records import Group, Plan, RunState
+from podium.records import Group, Plan, RunState, StepGroups
 from podium.stages import Stages
 
 
@@ -30,23 +33,21 @@ async def train(stages: Stages, plan: Plan) -> RunState:
         await stages.evaluation.run_if_due(state, since=0)
 
     laps = Laps()
-    for window in stages.data.windows(state):  #                             1  prompts of sync_every steps
+    while window := stages.data.draw(state, plan.window_size(state.step)):  #  1  prompts of sync_every steps
         if stages.stop_requested():
             await stages.checkpoint.commit(state)
             return state
         window_start = state.step
         groups = stages.rollout.start(window)  #                             2  all at once, arriving as they finish
         scored = stages.reward.score_each(groups)  #                         3  overlaps generation
-        async for step_groups in by_step(scored, plan.prompts_per_step):
+        async for step in by_step(scored, stages, plan, state):  #           4  with advantages, filtered, refilled
             laps.end("rollout")
-            credited = stages.assign_advantages(step_groups)  #              4
-            kept = stages.filter(credited)  #                                   groups that carry signal
-            batches = stages.pack(kept)  #                                   5
+            batches = stages.pack(step.kept)  #                              5
             laps.end("pack")
             result = await stages.trainer.step(batches)  #                   6+7  loss inside the trainer
             laps.end("train")
-            state = state.after(credited, result)
-            await stages.report.write(state, credited, kept, result, laps.take())  # 10
+            state = stages.data.advance(state, step.drawn).after(step, result)
+            await stages.report.write(state, step, result, laps.take())  #   10
             laps.end("report")
         if plan.sync_every:
             await stages.sync.push(state.policy_version)  #                  8  nothing if nothing was trained
@@ -65,15 +66,31 @@ async def train(stages: Stages, plan: Plan) -> RunState:
     return state
 
 
-async def by_step(groups: AsyncIterator[Group], prompts_per_step: int) -> AsyncIterator[list[Group]]:
-    """The groups of a window, a step's worth at a time; the last may be smaller and trains too."""
-    step: list[Group] = []
-    async for group in groups:
-        step.append(group)
-        if len(step) == prompts_per_step:
-            yield step
-            step = []
-    if step:
+async def by_step(
+    scored: AsyncIterator[Group], stages: Stages, plan: Plan, state: RunState
+) -> AsyncIterator[StepGroups]:
+    """The groups of a window, a step's worth at a time; the last may be smaller and trains too.
+
+    With refills a step is full once the filter has kept `prompts_per_step` groups. When the window's groups are all
+    there, exactly as many prompts as its steps still miss are drawn, again and again up to the plan's bound.
+    """
+    missing = plan.window_size(state.step)
+    step = StepGroups(plan.prompts_per_step)
+    for refills_left in reversed(range(plan.max_refills + 1)):
+        async for group in scored:
+            credited = stages.assign_advantages([group])
+            kept = stages.filter(credited)
+            step, missing = step.plus(credited, kept), missing - len(kept)
+            if len(step.kept if plan.max_refills else step.drawn) == plan.prompts_per_step:
+                yield step
+                state = stages.data.advance(state, step.drawn)
+                step = StepGroups(plan.prompts_per_step)
+        more = stages.data.draw(stages.data.advance(state, step.drawn), missing) if refills_left else []
+        if not more:
+            break
+        scored = stages.reward.score_each(stages.rollout.start(more), after=step.drawn)
+        step = replace(step, num_refills=step.num_refills + 1)
+    if step.drawn:
         yield step
 
 

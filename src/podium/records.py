@@ -1,12 +1,14 @@
 """What travels between the stages, in the order it is made.
 
-Row → Prompt → Request → Answer → Rollout → Group → Batch → LossOutput → UpdateResult → StepReport. All are frozen; a
-stage that adds something makes a new record. In a Batch every tensor is flat over tokens, `[T]`.
+Row → Prompt → Request → Answer → Rollout → Group → StepGroups → Batch → LossOutput → UpdateResult → StepReport. All are
+frozen; a stage that adds something makes a new record. In a Batch every tensor is flat over tokens, `[T]`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +21,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 def ids_digest(token_ids: Sequence[int]) -> str:
     """Fingerprint of token ids: an engine's answer takes it, the trainer checks it before it trains."""
-    return hashlib.blake2b(b"".join(i.to_bytes(8, "little", signed=True) for i in token_ids), digest_size=8).hexdigest()
+    as_int64 = array("q", token_ids)
+    if sys.byteorder == "big":
+        as_int64.byteswap()
+    return hashlib.blake2b(as_int64.tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,19 @@ class Plan:
     """Steps without an update in a row after which the run is given up."""
     epochs: int | None = None
     """Passes over the data after which the run ends early; None has no limit."""
+    max_refills: int = 0
+    """Rounds in which a window draws what its filter dropped; 0: a step is what was drawn first."""
+    retire_pass_rate: float | None = None
+    """Share of correct rollouts from which on a row is not drawn again; None retires none."""
 
     @property
     def prompts_per_window(self) -> int:
         """Prompts that are sampled with one set of weights."""
         return self.prompts_per_step * max(1, self.sync_every)
+
+    def window_size(self, step: int) -> int:
+        """Prompts of the window that begins after `step` steps; 0 once all are done."""
+        return min(self.prompts_per_window, max(0, self.steps - step) * self.prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -181,6 +194,29 @@ class Group:
         scored = [reward for reward in self.rewards if reward is not None]
         return len(scored) > 1 and min(scored) != max(scored)
 
+    @property
+    def pass_rate(self) -> float:
+        """Share of correct rollouts among the scored ones; 0 where fewer than two are known to be correct or not."""
+        known = [correct for correct in self.correct if correct is not None]
+        return sum(known) / len(known) if len(known) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of one step, with their advantages."""
+
+    prompts_per_step: int
+    """Groups that make it full."""
+    drawn: tuple[Group, ...] = ()
+    """Every group, the dropped ones too."""
+    kept: tuple[Group, ...] = ()
+    """Those that are trained, as the filter left them."""
+    num_refills: int = 0
+    """Rounds of further prompts that were started for it."""
+
+    def plus(self, drawn: Sequence[Group], kept: Sequence[Group]) -> StepGroups:
+        return replace(self, drawn=(*self.drawn, *drawn), kept=(*self.kept, *kept))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -210,6 +246,8 @@ class Batch:
     """One a document: how many of its tokens are the prompt."""
     digests: tuple[str, ...]
     """One a document: the fingerprint of its answer's ids as sampled."""
+    ordinals: tuple[int, ...] = ()
+    """One a document: its prompt's ordinal, where adjacent documents of one prompt may share its computation."""
     minibatch: int = 0
     """Which update of the step it belongs to; "the whole optimizer step" above is that update."""
     old_logprobs: torch.Tensor | None = None
@@ -237,7 +275,15 @@ class Batch:
             cu_seqlens=self.cu_seqlens[first : last + 1] - start,
             answer_starts=self.answer_starts[first:last],
             digests=self.digests[first:last],
+            ordinals=self.ordinals[first:last],
         )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch there; `cu_seqlens` stays on the CPU, where documents are counted and cut."""
+        names = ("token_ids", "position_ids", "document_ids", "loss_mask", "advantages", "rollout_logprobs")
+        names += ("old_logprobs", "reference_logprobs")
+        tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -305,15 +351,16 @@ class RunState:
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
+    retired: tuple[int, ...] = ()
+    """Rows that are not drawn again, by index, sorted."""
 
-    def after(self, groups: Sequence[Group], result: UpdateResult) -> RunState:
-        """The state once a step has trained `groups`."""
+    def after(self, step: StepGroups, result: UpdateResult) -> RunState:
+        """The counts once a step has been trained; its frontier is the data's business."""
         return replace(
             self,
             step=self.step + 1,
             policy_version=self.policy_version + result.updated,
-            next_ordinal=max(group.prompt.ordinal for group in groups) + 1,
-            num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in groups),
+            num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in step.drawn),
             num_tokens=self.num_tokens + result.num_loss_tokens * result.updated,
             num_skipped_steps=self.num_skipped_steps + (not result.updated),
             num_skipped_in_a_row=0 if result.updated else self.num_skipped_in_a_row + 1,

@@ -39,6 +39,8 @@ class Summary:
     steps: int
     seconds: float
     """From the loop's start to its end, evaluations and checkpoints included, loading the model not."""
+    message: str
+    """Why it ended before its last step, if it did so in good order; else empty."""
     accuracy_before: float | None
     """Held-out, at the first evaluation."""
     accuracy_after: float | None
@@ -115,7 +117,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         started = time.monotonic()
         state = asyncio.run(loop(wired.stages, wired.plan))
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
-        folder.write_status(summary.state, state.step, wired.plan.steps)
+        folder.write_status(summary.state, state.step, wired.plan.steps, summary.message)
         folder.event(summary.state, step=state.step)
         wired.reports.finish(asdict(summary))
         return summary
@@ -132,12 +134,14 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
 
 def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal, seconds: float) -> Summary:
     accuracies = [line["eval/accuracy"] for line in wired.ledger.history() if "eval/accuracy" in line]
-    is_finished = state.step >= wired.plan.steps
+    end = wired.stages.data.end(state)
+    is_finished = end is not None
     return Summary(
         state="finished" if is_finished else "stopped",
         step=state.step,
         steps=wired.plan.steps,
         seconds=seconds,
+        message=end if end and state.step < wired.plan.steps else "",
         accuracy_before=accuracies[0] if accuracies else None,
         accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
         skipped_steps=state.num_skipped_steps,

@@ -99,7 +99,7 @@ class RunFolder:
         status = {
             "state": state,
             "step": step,
-            "percent": round(100 * step / steps, 1),
+            "percent": 100.0 if state == "finished" else round(100 * step / steps, 1),
             "message": message,
             "pid": os.getpid(),
             "time": time.time(),

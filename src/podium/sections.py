@@ -228,10 +228,15 @@ class Reward(Choice):
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
+    non_stop_penalty: float | None = None
+    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights and sums."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that run rewards; by default one a core. They start when they are needed."""
     worker_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Memory that rewards may take in a process, beyond what their imports took; by default 4096."""
+
+
+DEFAULT_REFILLS = 10
 
 
 class Filter(Section):
@@ -241,11 +246,26 @@ class Filter(Section):
     """Rollouts cut at max_new_tokens: trained, or left out after the advantages are known."""
     accept: str | None = None
     """A function of a group that says whether it is trained, as module:object or path.py:object."""
+    refill: bool = False
+    """Draws further prompts until a step has prompts_per_step groups that are trained (DAPO's dynamic sampling)."""
+    max_refills: Annotated[int, Field(ge=1)] | None = None
+    """Rounds of refilling per sync_every steps, by default 10; then the step trains what there is."""
+
+    retire_pass_rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """A row whose group had at least this share of correct rollouts is not drawn again."""
+
+    def completed(self) -> "Filter":
+        """With the default of `max_refills`, where it has an effect."""
+        if self.max_refills is not None and not self.refill:
+            raise InputError("filter.max_refills has no effect without filter.refill = true; set it or remove this one")
+        return self.model_copy(update={"max_refills": self.max_refills or DEFAULT_REFILLS}) if self.refill else self
 
 
 class Pack(Section):
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
-    """Tokens per forward pass. Changes memory and speed, never the result."""
+    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
+    """Tokens per forward pass; by default what the device's memory allows. Changes memory and speed, not the result."""
+    shared_prefix: bool = False
+    """Computes a prompt once for all answers of its group in a batch; worth it where prompts are long. Same result."""
 
 
 class Eval(Section):

@@ -95,6 +95,10 @@ class Settings(Section):
                 "model.dtype = 'bfloat16' with model.lora = false: bfloat16 weights round small updates away; "
                 "train full weights in float32, or set a [model.lora] table"
             )
+        if self.filter.retire_pass_rate is not None and self.run.epochs == 1:
+            raise InputError(
+                "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
+            )
         keys = ("every", "n", "temperature", "top_k", "top_p")
         changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
         if changed and not self.eval.data:
@@ -130,12 +134,13 @@ class Settings(Section):
             for stage in ("data", "reward", "report")
         }
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
-        return self.model_copy(update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})})
+        sections = {"filter": self.filter.completed(), "eval": self.eval.model_copy(update={"data": held_out})}
+        return self.model_copy(update={**resolved, **lists, **sections})
 
     @property
     def plan(self) -> Plan:
-        run = self.run
-        return Plan(**run.model_dump(exclude={"folder", "name", "seed"}))
+        run = self.run.model_dump(exclude={"folder", "name", "seed"})
+        return Plan(**run, max_refills=self.filter.max_refills or 0, retire_pass_rate=self.filter.retire_pass_rate)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is not set is left out."""

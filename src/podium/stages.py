@@ -21,6 +21,7 @@ from podium.records import (
     Request,
     RunState,
     Sampling,
+    StepGroups,
     StepReport,
     UpdateResult,
 )
@@ -32,8 +33,16 @@ if TYPE_CHECKING:
 class Data(Protocol):
     """Stage 1. Prompts in an order that depends on the seed alone."""
 
-    def windows(self, state: RunState) -> Iterator[list[Prompt]]:
-        """From the trained frontier on: the prompts of `sync_every` steps at a time."""
+    def draw(self, state: RunState, count: int) -> list[Prompt]:
+        """The next prompts from the trained frontier on; fewer where the data ends."""
+        ...
+
+    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
+        """The state with its frontier behind these groups."""
+        ...
+
+    def end(self, state: RunState) -> str | None:
+        """Why the run is over, for people; None while it is not."""
         ...
 
 
@@ -76,7 +85,9 @@ class RewardFunction(Protocol):
 class RewardStage(Protocol):
     """Stage 3. Scores each group as it arrives, beside generation."""
 
-    def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]: ...
+    def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
+        """`after`: groups of the same step that were scored before; they count in its share of failed rewards."""
+        ...
 
     def close(self) -> None:
         """Ends what it started; called when the run ends, however it does."""
@@ -98,8 +109,8 @@ class Loss(Protocol):
         """Whether several updates need the policy's logprobs from before the first."""
         ...
 
-    def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Called once a step, before the first update."""
+    def prepare(self, batches: Sequence[Batch], sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> list[Batch]:
+        """Called once a step, before the first update; `batches` are one rank's."""
         ...
 
     def __call__(self, policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
@@ -163,8 +174,7 @@ class ReportStage(Protocol):
     async def write(
         self,
         state: RunState,
-        groups: Sequence[Group],
-        kept: Sequence[Group],
+        step: StepGroups,
         result: UpdateResult,
         seconds: Mapping[str, float],
     ) -> None: ...

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,7 +7,8 @@ import pytest
 
 from podium.data._order import OrderedData
 from podium.errors import InputError
-from podium.records import Plan, Row, RunState
+from podium.records import Group, Plan, Prompt, Row, RunState
+from tests.builders import make_group
 
 
 class CharacterTokenizer:
@@ -27,9 +29,19 @@ def make_data(
     return OrderedData(rows, [limit] * len(rows), CharacterTokenizer(), Plan(**numbers), seed, system)
 
 
+def windows(data: OrderedData, state: RunState = RunState()) -> list[list[Prompt]]:  # noqa: B008
+    """The prompts of each window, drawn as the loop does."""
+    plan, drawn = data._plan, []
+    while window := data.draw(state, plan.window_size(state.step)):
+        drawn.append(window)
+        moved = data.advance(state, [Group(prompt, ()) for prompt in window])
+        state = replace(moved, step=state.step + -(-len(window) // plan.prompts_per_step))
+    return drawn
+
+
 def served(data: OrderedData, state: RunState = RunState()) -> list[list[tuple[int, str]]]:  # noqa: B008
     """The ordinals and texts of each window."""
-    return [[(p.ordinal, p.messages[0]["content"]) for p in window] for window in data.windows(state)]
+    return [[(p.ordinal, p.messages[0]["content"]) for p in window] for window in windows(data, state)]
 
 
 def texts_of(data: OrderedData, state: RunState = RunState()) -> list[str]:  # noqa: B008
@@ -77,14 +89,91 @@ def test_windows_from_any_frontier_are_the_rest_of_those_from_the_start(
 
 def test_a_window_holds_the_prompts_of_sync_every_steps_and_the_last_what_is_left() -> None:
     # 5 steps of 2 prompts, 3 steps a window: 6 prompts and then 4
-    assert [len(window) for window in make_data(steps=5, sync_every=3).windows(RunState())] == [6, 4]
+    assert [len(window) for window in windows(make_data(steps=5, sync_every=3))] == [6, 4]
     # never syncing still goes on step by step
-    assert [len(window) for window in make_data(steps=3, sync_every=0).windows(RunState())] == [2, 2, 2]
+    assert [len(window) for window in windows(make_data(steps=3, sync_every=0))] == [2, 2, 2]
 
 
 def test_a_run_that_is_done_has_no_window_left() -> None:
     assert served(make_data(steps=5), RunState(step=5, next_ordinal=10)) == []
     assert served(make_data(3, steps=5, epochs=1), RunState(step=2, next_ordinal=3)) == []
+
+
+def test_drawing_changes_nothing_and_starts_at_the_frontier() -> None:
+    data = make_data(10)
+    first = [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=3), 4)]
+    assert first == [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=3), 4)] == [3, 4, 5, 6]
+    assert data.draw(RunState(), 0) == []
+
+
+def test_the_data_ends_with_the_last_epoch() -> None:
+    data = make_data(3, epochs=2)
+    assert [prompt.ordinal for prompt in data.draw(RunState(next_ordinal=4), 5)] == [4, 5]
+    assert data.draw(RunState(next_ordinal=6), 5) == []
+
+
+def test_the_frontier_is_behind_the_last_group_and_stays_where_there_is_none() -> None:
+    data = make_data(10)
+    groups = [Group(prompt, ()) for prompt in data.draw(RunState(next_ordinal=3), 2)]
+    assert data.advance(RunState(step=7, next_ordinal=3), groups) == RunState(step=7, next_ordinal=5)
+    assert data.advance(RunState(next_ordinal=3), []) == RunState(next_ordinal=3)
+
+
+def test_a_run_is_over_when_its_steps_are_done_or_nothing_is_left_to_draw() -> None:
+    data = make_data(3, steps=5, epochs=2)
+    assert data.end(RunState(step=4, next_ordinal=5)) is None
+    assert data.end(RunState(step=5, next_ordinal=5)) == "run.steps = 5 is reached"
+    assert data.end(RunState(step=2, next_ordinal=6)) == "run.epochs = 2 is reached"
+
+
+def graded(prompt: Prompt, num_correct: int) -> Group:
+    """Four rollouts, so many of them correct."""
+    correct = (True,) * num_correct + (False,) * (4 - num_correct)
+    return make_group((0.0,) * 4, prompt=prompt, correct=correct)
+
+
+def test_a_row_solved_at_the_rate_is_not_drawn_again_and_its_ordinals_stay_unused() -> None:
+    data = make_data(3, steps=9, prompts_per_step=1, retire_pass_rate=0.75)
+    # the first epoch serves rows 0 … 2 in some order, with 2, 3 and 4 of 4 correct: the last two are retired
+    first = data.draw(RunState(), 3)
+    state = data.advance(RunState(), [graded(prompt, count) for prompt, count in zip(first, (2, 3, 4), strict=True)])
+    rows = [int(prompt.question) for prompt in first]
+    assert state == RunState(next_ordinal=3, retired=tuple(sorted(rows[1:])))
+    later = data.draw(state, 2)
+    assert [int(prompt.question) for prompt in later] == [rows[0]] * 2
+    second, third = (prompt.ordinal for prompt in later)
+    assert 3 <= second < 6 <= third < 9  # one each epoch, at the place that its shuffle gives it
+    assert data.draw(state, 2) == later
+
+
+def test_retired_rows_add_up_and_are_sorted() -> None:
+    data = make_data(200, retire_pass_rate=1.0)
+    state = RunState(next_ordinal=200, retired=(3, 107))
+    prompts = data.draw(state, 60)
+    state = data.advance(state, [graded(prompt, 4) for prompt in prompts[:50]])
+    assert list(state.retired) == sorted([3, 107, *(int(prompt.question) for prompt in prompts[:50])])
+    assert data.advance(state, [graded(prompts[50], 3)]).retired == state.retired
+
+
+def test_without_a_rate_no_row_is_retired() -> None:
+    data = make_data(3)
+    assert data.advance(RunState(), [graded(prompt, 4) for prompt in data.draw(RunState(), 3)]).retired == ()
+
+
+def test_a_run_whose_rows_are_all_retired_is_over_and_says_so() -> None:
+    data = make_data(["a", "b", "too long"], retire_pass_rate=0.5)
+    assert data.end(RunState(retired=(0,))) is None
+    assert data.draw(RunState(retired=(0, 1)), 2) == []
+    expected = "every row was solved at filter.retire_pass_rate = 0.5 and is retired"
+    assert data.end(RunState(step=1, retired=(0, 1))) == expected
+    assert data.end(RunState(step=5, retired=(0, 1))) == "run.steps = 5 is reached"
+
+
+def test_a_last_epoch_of_which_only_retired_rows_are_left_is_over() -> None:
+    data = make_data(3, epochs=2, retire_pass_rate=0.5)
+    last = int(data.draw(RunState(next_ordinal=5), 1)[0].question)
+    assert data.draw(RunState(next_ordinal=5, retired=(last,)), 1) == []
+    assert data.end(RunState(next_ordinal=5, retired=(last,))) == "run.epochs = 2 is reached"
 
 
 def test_prompts_that_are_too_long_are_skipped_and_keep_their_ordinal() -> None:
@@ -126,7 +215,7 @@ def test_a_run_has_as_many_steps_as_its_steps_and_epochs_allow(
     texts = [str(i) for i in range(7)] + ["too long"]
     data = make_data(texts, steps=steps, prompts_per_step=prompts_per_step, epochs=epochs, sync_every=sync_every)
     assert data.num_steps == expected
-    really = sum(-(-len(window) // prompts_per_step) for window in data.windows(RunState()))
+    really = sum(-(-len(window) // prompts_per_step) for window in windows(data))
     assert really == expected
 
 

@@ -16,7 +16,7 @@ from podium.loss.cispo import cispo
 from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
-from podium.model.forward import policy_logprobs
+from podium.model.forward import place, policy_logprobs
 from podium.model.load import load_policy
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, Rollout
@@ -75,7 +75,7 @@ def our_batch(policy: Any) -> Batch:
     tokens = sum(len(document.rollout.token_ids) for document in documents)
     batch = to_batch(documents, num_loss_tokens=tokens, num_rollouts=4, temperature=1.0)
     with torch.no_grad():
-        logprobs = policy_logprobs(policy.model, batch)[0]
+        logprobs = policy_logprobs(policy.model, place(batch, policy.device))[0]
     old, reference = (perturbed(logprobs, batch.loss_mask, seed) for seed in (1, 2))
     return Batch(**{**batch.__dict__, "old_logprobs": old, "reference_logprobs": reference})
 
@@ -139,7 +139,7 @@ def gradients(policy: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_loss_and_gradient_equal_those_of_trl(name: str, policy: Any, tmp_path: Path) -> None:
     options, objective = CASES[name]
     batch = our_batch(policy)
-    ours = objective(policy_logprobs(policy.model, batch)[0], batch).loss
+    ours = objective(policy_logprobs(policy.model, place(batch, policy.device))[0], batch).loss
     our_gradients = gradients(policy, ours)
     theirs = trl_loss(policy, batch, options, tmp_path)
     their_gradients = gradients(policy, theirs)

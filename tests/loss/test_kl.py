@@ -14,6 +14,11 @@ from tests.loss.batches import a_batch
 POLICY, REFERENCE = [-1.0, -2.0], [-1.5, -1.0]
 
 
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The sum over one rank."""
+    return values
+
+
 @pytest.mark.parametrize(
     ("estimator", "values", "gradients"),
     [
@@ -63,7 +68,7 @@ def test_folded_into_advantages() -> None:
         rollout_logprobs=torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0]),
         reference_logprobs=torch.tensor([0.0, -1.5, -1.0, 0.0, -3.0]),
     )
-    [folded] = fold_into_advantages([batch], 0.1)
+    [folded] = fold_into_advantages([batch], 0.1, alone)
     assert folded.advantages.tolist() == pytest.approx([0, 1.0, 1.15, 0, -1.15], abs=1e-6)
 
 
@@ -73,9 +78,9 @@ def test_the_mean_drift_is_that_of_the_whole_step_however_it_is_split() -> None:
         rollout_logprobs=torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0]),
         reference_logprobs=torch.tensor([0.0, -1.5, -1.0, 0.0, -3.0]),
     )
-    parts = fold_into_advantages([batch.documents(0, 1), batch.documents(1, 2)], 0.1)
+    parts = fold_into_advantages([batch.documents(0, 1), batch.documents(1, 2)], 0.1, alone)
     assert torch.cat([part.advantages for part in parts]).tolist() == pytest.approx(
-        fold_into_advantages([batch], 0.1)[0].advantages.tolist(), abs=1e-6
+        fold_into_advantages([batch], 0.1, alone)[0].advantages.tolist(), abs=1e-6
     )
 
 
@@ -83,5 +88,5 @@ def test_folding_leaves_the_loss_without_a_kl_term() -> None:
     batch = replace(a_batch([2], [0.0]), reference_logprobs=torch.tensor([0.0, *REFERENCE]))
     objective = Objective(grpo, kl_beta=0.1, kl_in="advantage")
     assert objective(torch.tensor([0.0, *POLICY]), batch).kl_loss.item() == 0
-    assert objective.prepare([batch])[0].advantages.abs().sum() > 0
-    assert Objective(grpo, kl_beta=0.1).prepare([batch]) == [batch]
+    assert objective.prepare([batch], alone)[0].advantages.abs().sum() > 0
+    assert Objective(grpo, kl_beta=0.1).prepare([batch], alone) == [batch]

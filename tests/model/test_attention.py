@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from podium.model import attention
-from podium.model.forward import policy_logprobs, sequence_logprobs
+from podium.model.forward import place, policy_logprobs, sequence_logprobs
 from podium.pack import Document, to_batch
-from podium.records import Prompt, Rollout
+from podium.records import Batch, Prompt, Rollout
 
 TINY = {
     "vocab_size": 50,
@@ -48,16 +48,20 @@ def a_document(prompt: int, answer: int, start: int) -> Document:
 DOCUMENTS = [a_document(3, 4, 0), a_document(9, 12, 1), a_document(1, 1, 2), a_document(6, 2, 3)]
 
 
-def a_batch(documents):
+def a_batch(documents) -> Batch:
     tokens = sum(len(document.rollout.token_ids) for document in documents)
     return to_batch(documents, num_loss_tokens=tokens, num_rollouts=len(documents), temperature=1.0)
+
+
+def logprobs_of(model, documents, *, shared_prefix: bool = False) -> torch.Tensor:
+    return policy_logprobs(model, place(a_batch(documents), torch.device("cpu"), shared_prefix=shared_prefix))[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_logprobs_equal_unpacked_ones(shape: str) -> None:
     model = a_model(shape)
-    packed = policy_logprobs(model, a_batch(DOCUMENTS))[0]
-    alone = torch.cat([policy_logprobs(model, a_batch([document]))[0] for document in DOCUMENTS])
+    packed = logprobs_of(model, DOCUMENTS)
+    alone = torch.cat([logprobs_of(model, [document]) for document in DOCUMENTS])
     assert torch.allclose(packed, alone, atol=1e-5)
     assert packed.abs().sum() > 0
 
@@ -80,10 +84,10 @@ def test_packed_logprobs_equal_those_of_plain_transformers(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_do_not_depend_on_packing(shape: str) -> None:
     model = a_model(shape)
-    policy_logprobs(model, a_batch(DOCUMENTS))[0].sum().backward()
+    logprobs_of(model, DOCUMENTS).sum().backward()
     packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     for document in DOCUMENTS:
-        policy_logprobs(model, a_batch([document]))[0].sum().backward()
+        logprobs_of(model, [document]).sum().backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(packed[name], parameter.grad, atol=1e-4), name

@@ -11,7 +11,7 @@ from podium.model.logprobs import token_logprobs
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("chunk_elements", [1, 40, 1 << 20])
 def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_elements) -> None:
-    monkeypatch.setattr(module, "MAX_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(module.MAX_CHUNK_ELEMENTS, "cpu", chunk_elements)
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 6), torch.randn(13, 6)
     targets, pull = torch.randint(0, 13, (11,)), torch.randn(11)
@@ -35,7 +35,7 @@ def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_e
 
 
 def test_no_more_logits_exist_than_a_chunk_holds(monkeypatch) -> None:
-    monkeypatch.setattr(module, "MAX_CHUNK_ELEMENTS", 50)
+    monkeypatch.setitem(module.MAX_CHUNK_ELEMENTS, "cpu", 50)
     sizes = []
     real = module.logits_of
     monkeypatch.setattr(module, "logits_of", lambda *args: sizes.append(real(*args).numel()) or real(*args))

@@ -14,6 +14,7 @@ SUMMARY = {
     "step": 20,
     "steps": 20,
     "seconds": 12.34,
+    "message": "",
     "accuracy_before": 0.25,
     "accuracy_after": 0.5,
     "skipped_steps": 0,
@@ -130,6 +131,14 @@ GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
         (
             {"state": "stopped", "step": 4, "model": None},
             ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-1], GO_ON],
+        ),
+        (
+            {"step": 12, "message": "run.epochs = 2 is reached"},
+            [
+                "finished: step 12 of 20 in 12.3 s",
+                "ended early: run.epochs = 2 is reached",
+                *SUMMARY_LINES[1:],
+            ],
         ),
         (
             {"skipped_steps": 2},

@@ -1,11 +1,15 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from podium.advantage._assign import assign_advantages
+from podium.advantage.grpo import grpo
 from podium.errors import RewardContractError, RewardFailedError
+from podium.filter import filter_groups
 from podium.records import Group
 from podium.reward._contract import declare_range
 from podium.reward._scoring import NamedReward, Scoring
@@ -24,13 +28,13 @@ def make_scoring(
     return Scoring({each.name: each for each in named}, [each.name for each in named], prompts_per_step, **options)
 
 
-def score(scoring: Scoring, *groups: Group) -> list[Group]:
+def score(scoring: Scoring, *groups: Group, after: Sequence[Group] = ()) -> list[Group]:
     async def arriving() -> AsyncIterator[Group]:
         for group in groups:
             yield group
 
     async def run() -> list[Group]:
-        return [group async for group in scoring.score_each(arriving())]
+        return [group async for group in scoring.score_each(arriving(), after)]
 
     return asyncio.run(run())
 
@@ -154,6 +158,36 @@ def test_the_last_group_of_a_bad_step_is_never_handed_on() -> None:
     assert handed_on == [0, 1, 2]
 
 
+def test_the_share_of_a_refill_is_taken_together_with_what_the_step_has() -> None:
+    scoring = make_scoring(raises_on_b, prompts_per_step=2, max_failed_share=0.1)
+    first = score(scoring, unscored(0, ("a",) * 10), unscored(1, ("a",) * 10))
+    few = [unscored(2, ("a", "a", "b")), unscored(3, ("a", "a", "a"))]
+    assert len(score(scoring, *few, after=first)) == 2  # 1 of 23, then 1 of 26
+    with pytest.raises(RewardFailedError, match="1 of 6"):
+        score(scoring, *few)
+    with pytest.raises(RewardFailedError, match="3 of 23"):
+        score(scoring, unscored(2, ("b", "b", "b")), after=first)
+
+
+def test_a_group_that_makes_a_refilled_steps_share_too_large_is_never_handed_on() -> None:
+    """It may be the one that fills the step."""
+    scoring = make_scoring(raises_on_b, prompts_per_step=2)
+    first = score(scoring, unscored(0, ("a",)), unscored(1, ("a",)))
+    handed_on = []
+
+    async def run() -> None:
+        async def arriving() -> AsyncIterator[Group]:
+            yield unscored(2, ("a",))
+            yield unscored(3, ("b",))
+
+        async for group in scoring.score_each(arriving(), first):
+            handed_on.append(group.prompt.ordinal)
+
+    with pytest.raises(RewardFailedError, match="1 of 4"):
+        asyncio.run(run())
+    assert handed_on == [2]
+
+
 def returns_text(prompt: Any, rollout: Any) -> str:
     return "1.0"
 
@@ -273,6 +307,62 @@ def test_correct_is_a_reward_of_the_highest_possible_value(
     assert group.correct == expected
 
 
+def cut(ordinal: int = 0, texts: Sequence[str] = ("a", "b")) -> Group:
+    """The first rollout was cut at its longest."""
+    first, *others = (make_rollout(text) for text in texts)
+    return Group(make_prompt(ordinal), (replace(first, finish_reason="length"), *others))
+
+
+def test_the_penalty_takes_the_place_of_the_weighted_sum_and_the_parts_stay() -> None:
+    scoring = make_scoring(is_a, up_to_4, weights=(2.0, 0.5), non_stop_penalty=-1.5)
+    (group,) = score(scoring, cut(texts=("a", "bbb")))
+    # without it "a" would have 2·1 + 0.5·1 = 2.5;  "bbb" keeps 2·0 + 0.5·3
+    assert group.rewards == (-1.5, 1.5)
+    assert group.reward_parts == ({"is_a": 1.0, "up_to_4": 1.0}, {"is_a": 0.0, "up_to_4": 3.0})
+
+
+def test_without_a_penalty_a_cut_rollout_keeps_its_reward() -> None:
+    (group,) = score(make_scoring(is_a), cut())
+    assert (group.rewards, group.correct) == ((1.0, 0.0), (True, False))
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 7.0])
+def test_a_penalised_rollout_is_never_correct_even_if_the_penalty_is_the_highest_reward(penalty: float) -> None:
+    (group,) = score(make_scoring(is_a, non_stop_penalty=penalty), cut(texts=("a", "a")))
+    assert (group.rewards, group.correct) == ((penalty, 1.0), (False, True))
+
+
+def test_whether_a_penalised_rollout_is_correct_stays_unknown_where_no_highest_reward_is_declared() -> None:
+    (group,) = score(make_scoring(length, non_stop_penalty=-1.0), cut())
+    assert (group.rewards, group.correct) == ((-1.0, 1.0), (None, None))
+
+
+def test_a_cut_rollout_without_a_reward_is_not_penalised() -> None:
+    (group,) = score(make_scoring(abstains_on_b, max_failed_share=1.0, non_stop_penalty=-1.0), cut(texts=("b", "a")))
+    assert (group.rewards, group.correct) == ((None, 1.0), (None, None))
+
+
+def test_only_rollouts_cut_at_their_longest_are_penalised() -> None:
+    aborted = replace(make_rollout("a"), finish_reason="abort")
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0), Group(make_prompt(), (aborted, make_rollout("b"))))
+    assert group.rewards == (1.0, 0.0)
+
+
+def test_evaluation_penalises_as_training_does() -> None:
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0).for_evaluation(), cut())
+    assert (group.rewards, group.correct) == ((-1.0, 0.0), (False, False))
+
+
+def test_a_masked_rollout_still_lowers_the_baseline_by_its_penalty() -> None:
+    """Penalty and mask together: the others gain, the cut one is not trained."""
+    (group,) = score(make_scoring(is_a, non_stop_penalty=-1.0), cut(texts=("a", "a", "b")))
+    [credited] = assign_advantages([group], lambda rewards: grpo(rewards, std="none"))
+    [masked] = filter_groups([credited], truncated="mask")
+    # rewards −1, 1, 0: mean 0; without the penalty 1, 1, 0 would leave the second with 1/3 only
+    assert masked.advantages == pytest.approx((-1.0, 1.0, 0.0), abs=1e-12)
+    assert [sum(rollout.loss_mask) for rollout in masked.rollouts] == [0, 3, 3]
+
+
 def test_scoring_adds_to_a_group_and_changes_nothing_else() -> None:
     before = unscored(5, ("a", "b"))
     (after,) = score(make_scoring(is_a), before)
@@ -286,6 +376,30 @@ def test_a_group_has_signal_only_if_two_rewards_differ() -> None:
     assert not make_group((0.2, None)).has_signal
     assert not make_group((None, None)).has_signal
     assert make_group((0.2, None, 0.3)).has_signal
+
+
+@pytest.mark.parametrize(
+    ("correct", "expected"),
+    [
+        ((True, False, True, True), 0.75),
+        ((True, None, False), 0.5),  # the one without a reward counts nowhere
+        ((True, None, None), 0.0),  # a single rollout says too little
+        ((None, None), 0.0),
+        ((), 0.0),
+    ],
+)
+def test_the_pass_rate_is_the_share_of_correct_rollouts_among_the_scored(
+    correct: tuple[bool | None, ...], expected: float
+) -> None:
+    assert make_group((0.0,) * len(correct), correct=correct).pass_rate == expected
+
+
+def test_rewards_whose_highest_value_is_not_known_are_named() -> None:
+    scoring = make_scoring(is_a, length, up_to_4, weights=(1.0, 1.0, -1.0))
+    assert scoring.without_highest(()) == ["length"]
+    assert scoring.without_highest(("is_a", "up_to_4")) == []
+    assert make_scoring(is_a, length, weights=(1.0, 0.0)).without_highest(()) == []
+    assert make_scoring(is_a, length, weights=(1.0, -1.0)).without_highest(()) == ["length"]
 
 
 def test_the_share_of_an_evaluation_is_taken_over_all_of_it() -> None:

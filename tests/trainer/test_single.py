@@ -2,19 +2,26 @@
 
 import asyncio
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from podium.errors import SplitError, TokenMismatchError
+from podium.errors import SharedPrefixError, SplitError, TokenMismatchError
+from podium.lookup import choices, find
+from podium.loss._correction import Correction
 from podium.loss._objective import Objective
+from podium.loss._traits import traits_of
 from podium.loss.grpo import grpo
+from podium.model import attention
+from podium.model.forward import Placed
 from podium.model.load import load_policy
-from podium.pack import Document, to_batch
-from podium.records import Batch, Prompt, ReferenceSettings, Rollout, ids_digest
+from podium.pack import Document, pack, to_batch
+from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids_digest
 from podium.settings import Model
 from podium.trainer import single as single_module
+from podium.trainer._step import gradients_of_update
 from podium.trainer.single import Single
 from tests.broken import own_denominator
 
@@ -22,20 +29,29 @@ TEXTS = ["37 + 48 = 85\n#### 85", "37 + 48 = 86", "1", "37 + 48 = 85\n#### 86"]
 ADVANTAGES = [1.5, -0.5, -1.0, 0.25]
 
 
-def a_trainer(*, lora: bool = False, loss=None, lr: float = 1e-3, reference=None, **options) -> Single:
+def a_trainer(
+    *, lora: bool = False, loss=None, lr: float = 1e-3, reference=None, shared_prefix: bool = False, **options
+) -> Single:
     section = Model.model_validate({"device": "cpu"} if lora else {"device": "cpu", "lora": False})
-    return Single(load_policy(section, seed=0), loss or Objective(grpo), 10, reference, lr=lr, **options)
+    policy = load_policy(section, seed=0)
+    return Single(policy, loss or Objective(grpo), 10, reference, shared_prefix, lr=lr, **options)
+
+
+def a_group(trainer: Single, number: int = 4) -> Group:
+    """The first answers to one prompt."""
+    tokenizer = trainer._policy.tokenizer
+    rollouts = []
+    for text in TEXTS[:number]:
+        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
+        rollouts.append(Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids)))
+    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
+    return Group(prompt, tuple(rollouts), rewards=(1.0,) * number, advantages=tuple(ADVANTAGES[:number]))
 
 
 def batches(trainer: Single, split: list[list[int]]) -> list[Batch]:
     """The four documents in the given batches."""
-    tokenizer = trainer._policy.tokenizer
-    prompt = Prompt(0, tuple(tokenizer.encode("<s>What is 37 + 48?\n")))
-    documents = []
-    for text, advantage in zip(TEXTS, ADVANTAGES, strict=True):
-        ids = (*tokenizer.encode(text), tokenizer.eos_token_id)
-        rollout = Rollout(ids, (-0.1,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
-        documents.append(Document(prompt, rollout, advantage))
+    group = a_group(trainer)
+    documents = [Document(group.prompt, *pair) for pair in zip(group.rollouts, group.advantages, strict=True)]
     tokens = sum(len(document.rollout.token_ids) for document in documents)
     return [
         to_batch([documents[i] for i in part], num_loss_tokens=tokens, num_rollouts=4, temperature=1.0)
@@ -153,16 +169,16 @@ def test_a_loss_that_divides_by_its_own_batch_is_caught() -> None:
 def test_the_reference_is_the_model_as_it_was_or_follows_it(lora: bool, alpha: float) -> None:
     trainer = a_trainer(lora=lora, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(alpha, every=2))
     [batch] = batches(trainer, [[0, 1, 2, 3]])
-    first = trainer._snapshot(batch)
+    first = trainer._snapshot(trainer._place(batch))
     steps = [step(trainer, [[0, 1, 2, 3]]) for _ in range(3)]
     assert steps[0].metrics["kl/k3"] == pytest.approx(0, abs=1e-9)  # nothing has moved yet
     assert steps[1].metrics["kl/k3"] > 1e-5
-    now = trainer._reference.logprobs(batch)
+    now = trainer._reference.logprobs(trainer._place(batch))
     if alpha == 0:
         assert torch.allclose(now, first, atol=1e-6)
     else:  # after two steps it went half of the way
         assert not torch.allclose(now, first, atol=1e-3)
-        assert not torch.allclose(now, trainer._snapshot(batch), atol=1e-3)
+        assert not torch.allclose(now, trainer._snapshot(trainer._place(batch)), atol=1e-3)
 
 
 def test_taking_the_reference_leaves_the_policy_as_it_is() -> None:
@@ -170,7 +186,7 @@ def test_taking_the_reference_leaves_the_policy_as_it_is() -> None:
         trainer = a_trainer(lora=lora, loss=Objective(grpo, kl_beta=0.1), reference=ReferenceSettings(0.5))
         step(trainer, [[0, 1, 2, 3]])
         before = trained(trainer)
-        trainer._reference.logprobs(batches(trainer, [[0, 1, 2, 3]])[0])
+        trainer._reference.logprobs(trainer._place(batches(trainer, [[0, 1, 2, 3]])[0]))
         assert all(torch.equal(before[name], p) for name, p in trainer._parameters.items())
 
 
@@ -217,7 +233,7 @@ def test_minibatches_are_updates_of_their_own() -> None:
     right = replace(right, num_loss_tokens=totals[1], num_rollouts=2, minibatch=1)
     result = asyncio.run(one.step([left, right]))
     two = a_trainer()
-    old = [two._snapshot(batch) for batch in (left, right)]
+    old = [two._snapshot(two._place(batch)) for batch in (left, right)]
     for batch, logprobs in zip((left, right), old, strict=True):
         asyncio.run(two.step([replace(batch, old_logprobs=logprobs)]))
     assert result.metrics["optim/updates"] == 2
@@ -239,12 +255,12 @@ def test_ids_that_were_not_sampled_are_caught() -> None:
 def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, monkeypatch) -> None:
     real, calls = single_module.policy_logprobs, []
 
-    def tight(model, batch, dtype):
+    def tight(model, placed, dtype):
         """The first passes do not fit, the first of them after its backward pass has begun elsewhere."""
-        calls.append(batch.num_documents)
-        if batch.num_documents > 4 // 2**fails:
+        calls.append(placed.batch.num_documents)
+        if placed.batch.num_documents > 4 // 2**fails:
             raise torch.OutOfMemoryError("too large")
-        return real(model, batch, dtype)
+        return real(model, placed, dtype)
 
     clean = a_trainer()
     step(clean, [[0, 1, 2, 3]])
@@ -261,13 +277,46 @@ def test_out_of_memory_cuts_the_batches_and_gives_the_same_gradient(fails: int, 
     assert max(calls) <= 4 // 2**fails  # remembered: no second failure
 
 
+def test_a_restored_trainer_cuts_its_batches_as_the_unbroken_one_does(monkeypatch) -> None:
+    """The same cuts are the same order of float sums, so the same bits."""
+    real, sizes = single_module.policy_logprobs, []
+
+    def tight(model, placed, dtype):
+        sizes.append(placed.batch.num_documents)
+        if placed.batch.num_documents > 2:
+            raise torch.OutOfMemoryError("too large")
+        return real(model, placed, dtype)
+
+    unbroken = a_trainer()
+    monkeypatch.setattr(single_module, "policy_logprobs", tight)
+    step(unbroken, [[0, 1, 2, 3]])
+    saved = unbroken.state()
+    sizes.clear()
+    restored = a_trainer()
+    restored.load_state(saved)
+    for trainer in (unbroken, restored):
+        step(trainer, [[0, 1, 2, 3]])
+    assert sizes == [2, 2, 2, 2]  # no third pass that had to fail first
+    one, other = unbroken.state(), restored.state()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_from_before_cuts_were_kept_starts_without_any() -> None:
+    trainer = a_trainer()
+    saved = {name: tensor for name, tensor in trainer.state().items() if name != "halvings"}
+    trainer.load_state(saved)
+    assert int(trainer.state()["halvings"]) == 0
+
+
 def test_out_of_memory_in_the_second_batch_leaves_nothing_of_the_first_attempt(monkeypatch) -> None:
     real = single_module.policy_logprobs
     monkeypatch.setattr(
         single_module,
         "policy_logprobs",
-        lambda model, batch, dtype: (
-            (_ for _ in ()).throw(torch.OutOfMemoryError("x")) if batch.num_documents > 2 else real(model, batch, dtype)
+        lambda model, placed, dtype: (
+            (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
+            if placed.batch.num_documents > 2
+            else real(model, placed, dtype)
         ),
     )
     cut, clean = a_trainer(), a_trainer()
@@ -306,3 +355,74 @@ def test_bfloat16_products_change_the_gradient_by_little_and_the_weights_stay_fl
     one, other = (torch.cat([p.grad.flatten() for p in trainer._parameters.values()]) for trainer in (plain, half))
     assert not torch.equal(one, other)
     assert float((one - other).norm() / one.norm()) < 0.1
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("options", [{}, {"epochs_per_batch": 2}, {"reference": ReferenceSettings(alpha=0.5)}])
+def test_a_step_with_shared_prompts_is_the_plain_step(lora: bool, options: dict) -> None:
+    loss = Objective(grpo, kl_beta=0.1 if "reference" in options else 0.0)
+    plain, shared = (a_trainer(lora=lora, loss=loss, shared_prefix=on, **options) for on in (False, True))
+    one, other = step(plain, [[0, 1], [2, 3]]), step(shared, [[0, 1], [2, 3]])
+    assert other.metrics["pack/tokens"] < one.metrics["pack/tokens"]
+    for name, value in one.metrics.items():
+        if not name.startswith("pack/"):
+            assert other.metrics[name] == pytest.approx(value, abs=1e-4), name
+    for name, parameter in plain._parameters.items():
+        assert torch.allclose(parameter.grad, shared._parameters[name].grad, atol=1e-5), name
+
+
+def test_shared_prompts_that_change_the_logprobs_are_caught_at_first_use(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "keys_of_segments", lambda tokens, shared: tokens[shared.places] * 1.05)
+    trainer = a_trainer(shared_prefix=True)
+    before = trained(trainer)
+    with pytest.raises(SharedPrefixError, match=r"set pack.shared_prefix = false"):
+        step(trainer, [[0, 1, 2, 3]])
+    assert all(torch.equal(before[name], p) for name, p in trainer._parameters.items())
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own parts
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_compiled_layers_give_the_same_gradient() -> None:
+    plain = a_trainer(shared_prefix=True)
+    compiled = a_trainer(shared_prefix=True, compile=True)
+    for split in ([[0, 1, 2, 3]], [[0, 1], [2, 3]]):  # the second with other lengths than those compiled for
+        step(plain, split)
+        step(compiled, split)
+        for name, parameter in plain._parameters.items():
+            assert torch.allclose(parameter.grad, compiled._parameters[name].grad, atol=1e-5), name
+    assert all(layer._compiled_call_impl is not None for layer in compiled._model.get_decoder().layers)
+
+
+AVERAGED_LOSSES = [
+    (name, average)
+    for name in choices("loss")
+    for average in ("tokens", "rollouts", "constant")
+    if traits_of(find("loss", name)).average in (None, average)
+]
+
+
+@pytest.mark.parametrize(("name", "average"), AVERAGED_LOSSES)
+def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
+    """Whatever the loss: no bit of gradient or metrics, also not of the KL and the correction."""
+    loss = find("loss", name)
+    correction = Correction(traits_of(loss).correction_level)
+    objective = Objective(loss, average, constant=5, correction=correction, kl_beta=0.1)
+    trainer = a_trainer()
+    made = []
+    for batch in pack([a_group(trainer, 2)], max_tokens_per_batch=99, temperature=1.0, ranks=3):
+        placed = trainer._place(batch)
+        near = trainer._snapshot(placed) + 0.01 * batch.loss_mask
+        made.append(placed.with_fields(old_logprobs=near, reference_logprobs=near))
+    assert [len(placed.row.loss_places) > 0 for placed in made] == [True, True, False]
+
+    def gradients(batches: list[Placed]) -> tuple[dict[str, float], torch.Tensor]:
+        metrics, _ = gradients_of_update(trainer._logprobs, trainer._place, trainer._model, batches, objective, 0)
+        return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
+
+    (without, gradient), (metrics, same) = gradients(made[:2]), gradients(made)
+    assert metrics == without
+    assert torch.equal(same, gradient)
+    assert gradient.abs().sum() > 0
+    metrics, nothing = gradients(made[2:])
+    assert set(metrics.values()) == {0.0}
+    assert nothing.abs().sum() == 0

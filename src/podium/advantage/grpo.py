@@ -10,16 +10,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from podium.advantage._bounds import Clip, PositiveOnly, bounded
+
 
 def grpo(
     rewards: Sequence[float],
     *,
     std: Annotated[Literal["population", "sample", "none"], Field(description="what to divide by")] = "population",
     eps: Annotated[float, Field(ge=0, description="added to the deviation")] = 1e-4,
+    clip: Clip = None,
+    positive_only: PositiveOnly = False,
 ) -> list[float]:
     """One advantage a reward; at least two rewards."""
     mean = statistics.fmean(rewards)
-    if std == "none":
-        return [reward - mean for reward in rewards]
-    deviation = statistics.pstdev(rewards) if std == "population" else statistics.stdev(rewards)
-    return [(reward - mean) / (deviation + eps) for reward in rewards]
+    scale = 1.0
+    if std != "none":
+        scale = eps + (statistics.pstdev(rewards) if std == "population" else statistics.stdev(rewards))
+    return bounded([(reward - mean) / scale for reward in rewards], clip, positive_only)

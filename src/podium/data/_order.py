@@ -2,19 +2,20 @@
 
 Row of ordinal i: place i mod rows in a shuffle that depends on (seed, epoch) alone. So the cursor of a run is one
 number, and a resumed run goes on with the very prompts that the unbroken one would have taken. Prompts that are too
-long keep their ordinal and are skipped.
+long or whose row is retired keep their ordinal and are skipped.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from podium.errors import InputError
 from podium.model.chat import render
-from podium.records import Plan, Prompt, Row, RunState
+from podium.records import Group, Plan, Prompt, Row, RunState
 
 
 class OrderedData:
@@ -60,7 +61,7 @@ class OrderedData:
 
     @property
     def num_steps(self) -> int:
-        """Steps until the plan's steps or epochs are done, whichever comes first."""
+        """Steps until the plan's steps or epochs are done; with refills or retired rows there may be fewer."""
         if self._plan.epochs is None:
             return self._plan.steps
         prompts = self._plan.epochs * self.is_kept.count(True)
@@ -74,26 +75,46 @@ class OrderedData:
             digest.update(json.dumps([row.answer, row.reward, row.metadata, ids], default=str).encode())
         return digest.hexdigest()
 
-    def windows(self, state: RunState) -> Iterator[list[Prompt]]:
-        """From the frontier on, `prompts_per_window` prompts at a time, until the plan's steps or epochs are done."""
-        plan, ordinal, step = self._plan, state.next_ordinal, state.step
-        end = None if plan.epochs is None else plan.epochs * self.num_rows
-        while step < plan.steps:
-            wanted = min(plan.prompts_per_window, (plan.steps - step) * plan.prompts_per_step)
-            window: list[Prompt] = []
-            while len(window) < wanted and (end is None or ordinal < end):
-                if (prompt := self.prompt(ordinal)) is not None:
-                    window.append(prompt)
-                ordinal += 1
-            if not window:
-                return
-            yield window
-            step += -(-len(window) // plan.prompts_per_step)
+    def draw(self, state: RunState, count: int) -> list[Prompt]:
+        """The next `count` prompts from the frontier on, retired rows aside; fewer at the end of the last epoch."""
+        drawn: list[Prompt] = []
+        ordinal, retired = state.next_ordinal, set(state.retired)
+        end = None if self._plan.epochs is None else self._plan.epochs * self.num_rows
+        if self._all_are_retired(state):
+            return []
+        while len(drawn) < count and (end is None or ordinal < end):
+            prompt = self.prompt(ordinal)
+            if prompt is not None and self._row_of(ordinal) not in retired:
+                drawn.append(prompt)
+            ordinal += 1
+        return drawn
+
+    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
+        """The state with its frontier behind these groups, and the rows that they solved retired."""
+        ordinals = [group.prompt.ordinal for group in groups]
+        rate = self._plan.retire_pass_rate
+        solved = {
+            self._row_of(group.prompt.ordinal) for group in groups if rate is not None and group.pass_rate >= rate
+        }
+        return replace(
+            state,
+            next_ordinal=max(ordinals, default=state.next_ordinal - 1) + 1,
+            retired=tuple(sorted({*state.retired, *solved})) if solved else state.retired,
+        )
+
+    def end(self, state: RunState) -> str | None:
+        """Why the run is over, for people; None while it is not."""
+        if state.step >= self._plan.steps:
+            return f"run.steps = {self._plan.steps} is reached"
+        if self._all_are_retired(state):
+            return f"every row was solved at filter.retire_pass_rate = {self._plan.retire_pass_rate} and is retired"
+        if not self.draw(state, 1):
+            return f"run.epochs = {self._plan.epochs} is reached"
+        return None
 
     def prompt(self, ordinal: int) -> Prompt | None:
         """The prompt with that ordinal; None if it is too long."""
-        epoch, place = divmod(ordinal, self.num_rows)
-        index = self._shuffle(epoch)[place]
+        index = self._row_of(ordinal)
         if not self.is_kept[index]:
             return None
         row = self._rows[index]
@@ -107,6 +128,15 @@ class OrderedData:
             if self.is_kept[index]
         ]
         return prompts[:count]
+
+    def _row_of(self, ordinal: int) -> int:
+        """Its index, the same in every epoch."""
+        epoch, place = divmod(ordinal, self.num_rows)
+        return self._shuffle(epoch)[place]
+
+    def _all_are_retired(self, state: RunState) -> bool:
+        retired = set(state.retired)
+        return all(index in retired for index, kept in enumerate(self.is_kept) if kept)
 
     def _shuffle_epoch(self, epoch: int) -> list[int]:
         order = list(range(self.num_rows))

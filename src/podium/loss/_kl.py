@@ -6,7 +6,7 @@ k1 to k3 after Schulman, "Approximating KL divergence" (2020); all keep their gr
 form without a term in the loss: tokens that drift further from the reference than the step's average are credited less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -33,11 +33,13 @@ def kl_per_token(
     return ratio_of(policy_logprobs, old) * d
 
 
-def fold_into_advantages(batches: Sequence[Batch], coefficient: float) -> list[Batch]:
+def fold_into_advantages(
+    batches: Sequence[Batch], coefficient: float, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Batch]:
     """A_t += coefficient · m_t · (mean d − d_t), d = rollout − reference, the mean over the step's loss tokens."""
     drifts = [drift_from_reference(batch) for batch in batches]
     totals = {batch.minibatch: batch.num_loss_tokens for batch in batches}
-    mean = torch.stack([drift.sum() for drift in drifts]).sum() / sum(totals.values())
+    mean = sum_over_ranks(torch.stack([drift.sum() for drift in drifts]).sum()) / sum(totals.values())
     return [
         replace(batch, advantages=batch.advantages + coefficient * batch.loss_mask * (mean - drift))
         for batch, drift in zip(batches, drifts, strict=True)

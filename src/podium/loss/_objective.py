@@ -6,7 +6,7 @@ A loss file gives the first factor. The correction multiplies the policy term on
 returned is of the whole optimizer step, so shares add up over batches and ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,10 +41,10 @@ class Objective:
         """Whether several updates need the policy's logprobs from before the first."""
         return self.old == "auto"
 
-    def prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+    def prepare(self, batches: Sequence[Batch], sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> list[Batch]:
         """Before the first update: the KL goes into the advantages, where that is asked for."""
         if self.kl_beta and self.kl_in == "advantage":
-            return fold_into_advantages(batches, self.kl_beta)
+            return fold_into_advantages(batches, self.kl_beta, sum_over_ranks)
         return list(batches)
 
     def __call__(self, policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:

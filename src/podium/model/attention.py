@@ -1,12 +1,10 @@
 """Attention for packed rows, registered with transformers under the name "podium".
 
-In: queries, keys and values of one row `[1, heads, T, head_dim]` that holds several documents, and where they start.
-Out: what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of
-a padded table. Without documents (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
-attention that it does not know, so none of size `[T, T]` ever exists.
+In: queries, keys and values of one row `[1, heads, L, head_dim]` that holds several documents, and its segments. Out:
+what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of a
+padded table. Without segments (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
+attention that it does not know, so none of size `[L, L]` ever exists.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,87 +12,105 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from podium.errors import InputError
-from podium.records import Batch
+from podium.model.row import Segments, SharedKeys
 
 NAME = "podium"
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Where each token of a packed row goes in a padded `[documents, longest]` table."""
-
-    count: int
-    longest: int
-    places: torch.Tensor
-    """int64 `[T]`, the token's place in the flattened table."""
-    starts: torch.Tensor
-    """int32 `[documents + 1]` on the tokens' device."""
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Documents":
-        longest = batch.max_document_tokens
-        places = batch.document_ids * longest + batch.position_ids
-        return cls(batch.num_documents, longest, places, batch.cu_seqlens.to(places.device))
-
-
-def packed_attention(module, query, key, value, attention_mask, documents: Documents | None = None, **kwargs):
-    """transformers' attention interface: returns `[batch, T, heads, head_dim]` and no weights."""
+def packed_attention(module, query, key, value, attention_mask, segments: Segments | None = None, **kwargs):
+    """transformers' attention interface: returns `[batch, L, heads, head_dim]` and no weights."""
     window = kwargs.pop("sliding_window", None)
     if kwargs.get("softcap") is not None:
         raise InputError(
             "this model soft-caps its attention scores, which Podium's attention does not do; use another model"
         )
-    if documents is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _by_kernel(module, query, key, value, documents, window, kwargs["scaling"]), None
-    if documents is not None:
-        return _by_document(module, query, key, value, documents, window, kwargs["scaling"]), None
+    if segments is not None:
+        dtype = _product_dtype(query)
+        q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_dim]
+        if segments.shared is not None:
+            k, v = keys_of_segments(k, segments.shared), keys_of_segments(v, segments.shared)
+        is_half_on_cuda = query.is_cuda and dtype in (torch.bfloat16, torch.float16)
+        attend = _by_kernel if is_half_on_cuda else _by_table
+        return attend(q, k, v, segments, window, kwargs["scaling"]).unsqueeze(0), None
     if window is not None and key.shape[2] > window:
         attention_mask = _within_window(attention_mask, query, key, window)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _by_kernel(module, query, key, value, documents: Documents, window: int | None, scaling: float) -> torch.Tensor:
+def _product_dtype(query: torch.Tensor) -> torch.dtype:
+    """That of autocast where it is on: rotary embeddings leave queries and keys in float32."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def keys_of_segments(tokens: torch.Tensor, shared: SharedKeys) -> torch.Tensor:
+    """Keys or values `[L, heads, head_dim]` of the row's tokens → `[K, heads, head_dim]` of every segment's."""
+    return _TakeKeys.apply(tokens, shared.places, shared.own, shared.prompt_tokens, shared.copies)  # type: ignore[return-value]
+
+
+class _TakeKeys(torch.autograd.Function):
+    """An index_select whose backward adds up a prompt token's copies in a fixed order, without atomic additions."""
+
+    @staticmethod
+    def forward(ctx, tokens, places, own, prompt_tokens, copies):
+        ctx.save_for_backward(own, prompt_tokens, copies)
+        return tokens.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        own, prompt_tokens, copies = ctx.saved_tensors
+        gradient = gradients[0]
+        of_tokens = gradient.index_select(0, own)
+        with_nothing = torch.cat([gradient, torch.zeros_like(gradient[:1])])
+        of_prompts = with_nothing[copies].sum(1) + of_tokens.index_select(0, prompt_tokens)
+        return of_tokens.index_copy(0, prompt_tokens, of_prompts), None, None, None, None
+
+
+def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
     """No padding at all. The kernel wants as many key heads as query heads (torch 2.11 has no other form)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = query.shape[1] // key.shape[1]
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    span = (-1 if window is None else window - 1, 0)  # keys to the left and to the right of a query
-    out = varlen_attn(
+    return varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        documents.starts,
-        documents.starts,
-        documents.longest,
-        documents.longest,
+        segments.query_starts,
+        segments.key_starts,
+        segments.longest_query,
+        segments.longest_key,
         scale=scaling,
-        window_size=span,
-    )
-    return out.unsqueeze(0)  # type: ignore[union-attr]
+        window_size=(-1 if window is None else window - 1, 0),  # keys to the left and to the right of a query
+    )  # type: ignore[return-value]
 
 
-def _by_document(module, query, key, value, documents: Documents, window: int | None, scaling: float) -> torch.Tensor:
-    """Unpacks to one padded row a document (padding last, so the causal mask hides it), attends, packs again."""
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        tokens = packed[0].transpose(0, 1)  # [T, heads, head_dim]
-        table = tokens.new_zeros(documents.count * documents.longest, *tokens.shape[1:])
-        table = table.index_copy(0, documents.places, tokens)
-        return table.view(documents.count, documents.longest, *tokens.shape[1:]).transpose(1, 2)
-
+def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
+    """One padded row a segment (padding last, so the causal mask hides it), plain attention, and back."""
     mask = None
-    if window is not None and documents.longest > window:
-        columns = torch.arange(documents.longest, device=query.device)
-        distance = columns[:, None] - columns[None, :]
-        mask = (distance >= 0) & (distance < window)
+    if segments.shared is not None or (window is not None and segments.longest_key > window):
+        rows = torch.arange(segments.longest_query, device=q.device)[None, :, None]
+        columns = torch.arange(segments.longest_key, device=q.device)
+        keys_before = segments.key_starts.diff() - segments.query_starts.diff()
+        distance = rows + keys_before[:, None, None] - columns
+        mask = ((distance >= 0) & (distance < (window or segments.longest_key)))[:, None]
     out = scaled_dot_product_attention(
-        unpack(query), unpack(key), unpack(value), mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        _to_table(q, segments.query_places, segments.longest_query, segments.count),
+        _to_table(k, segments.key_places, segments.longest_key, segments.count),
+        _to_table(v, segments.key_places, segments.longest_key, segments.count),
+        mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=True,
     )
-    table = out.transpose(1, 2).reshape(documents.count * documents.longest, *out.shape[1::2])
-    return table.index_select(0, documents.places).unsqueeze(0)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, segments.query_places)
+
+
+def _to_table(tokens: torch.Tensor, places: torch.Tensor, longest: int, count: int) -> torch.Tensor:
+    """`[tokens, heads, head_dim]` → `[segments, heads, longest, head_dim]`, zeros where nothing stands."""
+    table = tokens.new_zeros(count * longest, *tokens.shape[1:]).index_copy(0, places, tokens)
+    return table.view(count, longest, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _within_window(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:

@@ -1,45 +1,64 @@
 """The policy's logprobs on a packed batch.
 
-In: a causal language model of transformers and a Batch. Out: logprob and entropy of each loss token, flat `[T]`, 0
+In: a causal language model of transformers and a batch. Out: logprob and entropy of each loss token, flat `[T]`, 0
 elsewhere. Only the loss tokens go through the LM head.
 """
+
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from podium.model.attention import Documents
 from podium.model.logprobs import token_logprobs
+from podium.model.row import Row, row_of
+from podium.model.transfer import to_device
 from podium.records import Batch
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A batch on the model's device, with the row that goes through the model."""
+
+    batch: Batch
+    row: Row
+
+    def with_fields(self, **changes: torch.Tensor) -> "Placed":
+        """With other tensors in the batch; the row does not depend on them."""
+        return Placed(replace(self.batch, **changes), self.row)
+
+
+def place(batch: Batch, device: torch.device, *, shared_prefix: bool = False) -> Placed:
+    """From a batch on the CPU."""
+    return to_device(Placed(batch, row_of(batch, shared_prefix=shared_prefix)), device)
+
+
 def policy_logprobs(
-    model: PreTrainedModel, batch: Batch, compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel, placed: Placed, compute_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropies) at the batch's temperature; the logprob of token t comes from the state at t − 1.
 
     `compute_dtype` is that of the matrix products where it is not the weights'; logits and what follows are float32.
     """
-    device = batch.token_ids.device.type
-    with torch.autocast(device, dtype=compute_dtype, enabled=compute_dtype is not None):
+    batch, row = placed.batch, placed.row
+    with torch.autocast(row.token_ids.device.type, dtype=compute_dtype, enabled=compute_dtype is not None):
         hidden = model.get_decoder()(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=row.token_ids[None],
+            position_ids=row.position_ids[None],
             attention_mask=None,
             use_cache=False,
-            documents=Documents.of(batch),
+            segments=row.segments,
         ).last_hidden_state[0]
     if compute_dtype is not None:
         hidden = hidden.to(compute_dtype)
-    places = batch.loss_mask.nonzero()[:, 0]
     chosen, entropy = token_logprobs(
-        hidden[places - 1],
+        hidden.index_select(0, row.states),
         head_weight(model),
-        batch.token_ids[places],
+        batch.token_ids.index_select(0, row.loss_places),
         temperature=batch.temperature,
         softcap=softcap(model),
     )
-    flat = torch.zeros_like(batch.loss_mask)
-    return flat.index_copy(0, places, chosen), flat.index_copy(0, places, entropy)
+    flat = chosen.new_zeros(len(batch.token_ids))
+    return flat.index_copy(0, row.loss_places, chosen), flat.index_copy(0, row.loss_places, entropy)
 
 
 @torch.no_grad()
@@ -47,25 +66,25 @@ def sequence_logprobs(
     model: PreTrainedModel, *documents: list[int], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
     """Logprobs of each document's tokens but the first, at temperature 1, all packed into one row."""
-    device = head_weight(model).device
     lengths = [len(ids) for ids in documents]
     masks = [[0.0] + [1.0] * (length - 1) for length in lengths]
     batch = Batch(
-        token_ids=torch.tensor([i for ids in documents for i in ids], device=device),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
+        token_ids=torch.tensor([i for ids in documents for i in ids]),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
-        loss_mask=torch.tensor([m for mask in masks for m in mask], device=device),
-        advantages=torch.zeros(sum(lengths), device=device),
-        rollout_logprobs=torch.zeros(sum(lengths), device=device),
+        loss_mask=torch.tensor([m for mask in masks for m in mask]),
+        advantages=torch.zeros(sum(lengths)),
+        rollout_logprobs=torch.zeros(sum(lengths)),
         temperature=1.0,
         num_loss_tokens=sum(lengths) - len(lengths),
         num_rollouts=len(lengths),
         answer_starts=(1,) * len(lengths),
         digests=("",) * len(lengths),
     )
-    logprobs = policy_logprobs(model, batch, compute_dtype)[0]
-    return logprobs[batch.loss_mask.bool()].tolist()
+    placed = place(batch, head_weight(model).device)
+    logprobs = policy_logprobs(model, placed, compute_dtype)[0]
+    return logprobs[placed.row.loss_places].tolist()
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:

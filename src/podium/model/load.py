@@ -5,6 +5,7 @@ a second copy; the two differ only in what is laid over them (the twin has no Lo
 """
 
 import copy
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from podium.model.forward import head_weight
 from podium.model.random_state import seed_all
 from podium.model.self_check import check_model
 from podium.model.smollm2 import smollm2_folder
+
+# PEFT imports bitsandbytes wherever it is installed, which then warns of a 4-bit kernel that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
 
@@ -68,7 +72,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     """`settings` is the `[model]` section; `weights` a folder with trained weights or an adapter to start from."""
     transformers_logging.disable_progress_bar()
     seed_all(seed)
-    device = _device(settings.device)
+    device = choose_device(settings.device)
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
     source = weights if weights is not None and not is_adapter else model_folder(settings.name)
     model, tokenizer = _load(str(source), settings, device)
@@ -207,7 +211,8 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}))
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """`model.device` as torch's."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("model.device = 'cuda': this machine has no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

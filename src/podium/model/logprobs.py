@@ -8,16 +8,19 @@ gradient.
 
 import torch
 
-MAX_CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at one time: 64 MB in float32."""
+from podium.model.fused import fused_on_cuda
+
+MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits that exist at one time, in float32: 64 MB and 512 MB."""
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
-    """Float32 logits; engine and trainer both use this, so that they round alike."""
+    """Logits in float32 (float64 for a float64 model); engine and trainer both use this, so that they round alike."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bfloat16 costs 2 digits
     else:
-        logits = hidden.float() @ weight.float().t()
+        exact = _exact(hidden.dtype)
+        logits = hidden.to(exact) @ weight.to(exact).t()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -29,49 +32,83 @@ def token_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprob, entropy) of each row's target."""
-    weight = weight.to(hidden.dtype)
+    """(logprob, entropy) of each row's target. The products are in `hidden`'s precision, their sums in float32."""
     return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, softcap)  # type: ignore[return-value]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap):
-        logprobs, entropies, normalisers = [], [], []
-        for part, target in _chunks(weight, hidden, targets):
-            logits = logits_of(part, weight, softcap) / temperature
-            normaliser = logits.logsumexp(-1)
-            logprobs.append(logits.gather(-1, target[:, None])[:, 0] - normaliser)
-            probabilities = (logits - normaliser[:, None]).exp()
-            entropies.append(normaliser - (probabilities * logits).sum(-1))
-            normalisers.append(normaliser)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
+        cast = weight.to(hidden.dtype)
+        chunks = [
+            _statistics(logits_of(part, cast, softcap), target, temperature)
+            for part, target in _chunks(weight, hidden, targets)
+        ]
+        logprobs, entropy, normalisers = (torch.cat(values) for values in zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
         ctx.temperature, ctx.softcap = temperature, softcap
-        entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx, *gradients):
         hidden, weight, targets, normalisers = ctx.saved_tensors
+        cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        weight_gradient = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if ctx.needs_input_grad[1] else None
         start = 0
         for part, target, normaliser, gradient in _chunks(weight, hidden, targets, normalisers, gradients[0]):
-            logits = logits_of(part, weight, ctx.softcap)
-            of_logits = -(logits / ctx.temperature - normaliser[:, None]).exp()  # d logprob = onehot − probability
-            of_logits.scatter_add_(1, target[:, None], torch.ones_like(of_logits[:, :1]))
-            of_logits *= (gradient / ctx.temperature)[:, None]
-            if ctx.softcap is not None:
-                of_logits *= 1 - (logits / ctx.softcap) ** 2
-            of_logits = of_logits.to(weight.dtype)
-            hidden_gradient[start : start + len(part)] = of_logits @ weight
+            logits = logits_of(part, cast, ctx.softcap)
+            of_logits = _logit_gradient(logits, target, normaliser, gradient, ctx.temperature, ctx.softcap)
+            of_logits = of_logits.to(cast.dtype)
+            hidden_gradient[start : start + len(part)] = of_logits @ cast
             if weight_gradient is not None:
-                weight_gradient += (of_logits.t() @ part).float()
+                _add_product(weight_gradient, of_logits.t(), part)
             start += len(part)
         return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype), None, None, None
 
 
+@fused_on_cuda
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(logprob, entropy, logsumexp) of each row."""
+    logits = logits / temperature
+    normaliser = logits.logsumexp(-1)
+    probabilities = (logits - normaliser[:, None]).exp()
+    entropy = normaliser - (probabilities * logits).sum(-1)
+    return logits.gather(-1, targets[:, None])[:, 0] - normaliser, entropy, normaliser
+
+
+@fused_on_cuda
+def _logit_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normaliser: torch.Tensor,
+    gradient: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """d logprob / d logits = one at the target − probability, times the gradient that arrives."""
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    made = is_target.to(logits.dtype) - (logits / temperature - normaliser[:, None]).exp()
+    made = made * (gradient / temperature)[:, None]
+    return made if softcap is None else made * (1 - (logits / softcap) ** 2)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, summed in float32 whatever the factors are."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        total += torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        total += a @ b
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """That of sums: float32, or float64 where everything is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _chunks(weight: torch.Tensor, *tensors: torch.Tensor):
-    rows = max(1, MAX_CHUNK_ELEMENTS // weight.shape[0])
+    rows = max(1, MAX_CHUNK_ELEMENTS[weight.device.type] // weight.shape[0])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.ledger import Ledger
-from podium.records import EvalReport, Group, RunState, StepReport, UpdateResult
+from podium.records import EvalReport, RunState, StepGroups, StepReport, UpdateResult
 from podium.report._metrics import step_metrics
 from podium.run_folder import RunFolder, write_atomically
 from podium.stages import Report
@@ -15,10 +15,16 @@ class Reports:
     """`card` describes the run, see `run_card`; `settings` is the text of its settings.toml."""
 
     def __init__(
-        self, reports: Sequence[Report], folder: RunFolder, ledger: Ledger, card: Mapping[str, Any], settings: str
+        self,
+        reports: Sequence[Report],
+        folder: RunFolder,
+        ledger: Ledger,
+        card: Mapping[str, Any],
+        settings: str,
+        max_tokens_per_batch: int,
     ) -> None:
         self._reports, self._folder, self._ledger, self._card = reports, folder, ledger, card
-        self._settings = settings
+        self._settings, self._max_tokens_per_batch = settings, max_tokens_per_batch
         self.has_started = False
 
     async def start(self, state: RunState) -> None:
@@ -36,13 +42,12 @@ class Reports:
     async def write(
         self,
         state: RunState,
-        groups: Sequence[Group],
-        kept: Sequence[Group],
+        step: StepGroups,
         result: UpdateResult,
         seconds: Mapping[str, float],
     ) -> None:
-        metrics = step_metrics(state, groups, kept, result, seconds)
-        made = StepReport(state, metrics, tuple(groups), tuple(group.prompt.ordinal for group in kept))
+        metrics = step_metrics(state, step, result, seconds, self._max_tokens_per_batch)
+        made = StepReport(state, metrics, step.drawn, tuple(group.prompt.ordinal for group in step.kept))
         for report in self._reports:
             report.write(made)
         self._folder.write_status("running", state.step, self._card["steps"])

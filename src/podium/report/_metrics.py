@@ -4,29 +4,34 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from podium.records import Group, RunState, UpdateResult
+from podium.records import Group, RunState, StepGroups, UpdateResult
 
 
 def step_metrics(
     state: RunState,
-    groups: Sequence[Group],
-    kept: Sequence[Group],
+    step: StepGroups,
     result: UpdateResult,
     seconds: Mapping[str, float],
+    max_tokens_per_batch: int,
 ) -> dict[str, float]:
-    """`state` is the one after the step; `groups` are all of the step's, `kept` those that were trained.
+    """`state` is the one after the step.
 
     What is not finite (the gradient of a skipped step) is left out: JSON and the page have no word for it.
     """
+    groups, kept = step.drawn, step.kept
     tokens = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     metrics = {
-        **group_metrics("reward", groups),
-        "reward/kept_mean": _mean(_rewards(kept)),
+        **group_metrics("reward/", groups),
+        **group_metrics("reward/kept_", kept),
         **rollout_metrics("rollout", groups),
         "rollout/tokens_per_s": tokens / max(1e-9, seconds.get("rollout", 0.0)),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
-        "batch/kept_ratio": len(kept) / len(groups),
+        "batch/kept_ratio": len(kept) / min(step.prompts_per_step, len(groups)),
+        "batch/drawn": float(len(groups)),
+        "batch/refills": float(step.num_refills),
+        "batch/retired": float(len(state.retired)),
         **result.metrics,
+        **pack_metrics(kept, result.metrics, max_tokens_per_batch),
         "version/policy": float(state.policy_version),
         "version/lag_max": float(_largest_lag(groups, state.policy_version - result.updated)),
         **{f"time/{stage}_s": value for stage, value in seconds.items()},
@@ -37,21 +42,21 @@ def step_metrics(
 
 
 def group_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward, share of correct rollouts, mean of each reward by name, how many calls failed."""
+    """Mean reward, share of correct rollouts, mean of each reward by name, how many abstained and how many failed."""
     correct = [value for group in groups for value in group.correct if value is not None]
     names = sorted({name for group in groups for part in group.reward_parts for name in part})
     parts = {
-        f"{prefix}/{name}_mean": _mean(
+        f"{prefix}{name}_mean": _mean(
             value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None
         )
         for name in names
     }
     return {
-        f"{prefix}/mean": _mean(_rewards(groups)),
-        **({f"{prefix}/correct_rate": _mean(map(float, correct))} if correct else {}),
+        f"{prefix}mean": _mean(reward for group in groups for reward in group.rewards if reward is not None),
+        **({f"{prefix}correct_rate": _mean(map(float, correct))} if correct else {}),
         **parts,
-        f"{prefix}/abstained": float(sum(reward is None for group in groups for reward in group.rewards)),
-        f"{prefix}/failed": float(sum(sum(group.reward_failures.values()) for group in groups)),
+        f"{prefix}abstained": float(sum(reward is None for group in groups for reward in group.rewards)),
+        f"{prefix}failed": float(sum(sum(group.reward_failures.values()) for group in groups)),
     }
 
 
@@ -67,8 +72,17 @@ def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def _rewards(groups: Iterable[Group]) -> Iterable[float]:
-    return (reward for group in groups for reward in group.rewards if reward is not None)
+def pack_metrics(kept: Sequence[Group], trained: Mapping[str, float], max_tokens_per_batch: int) -> dict[str, float]:
+    """How well the step's rollouts fitted into batches; nothing where none was trained."""
+    rollouts = sum(
+        reward is not None and any(rollout.loss_mask)
+        for group in kept
+        for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
+    )
+    batches = trained.get("pack/batches", 0.0)
+    if not rollouts or not batches:
+        return {}
+    return {"pack/ratio": batches / rollouts, "pack/fill": trained["pack/tokens"] / (batches * max_tokens_per_batch)}
 
 
 def _largest_lag(groups: Iterable[Group], version: int) -> int:

@@ -120,6 +120,8 @@ class Console:
 def summary_text(summary: Mapping[str, Any]) -> str:
     """What a person wants to know when a run ends."""
     lines = [f"{summary['state']}: step {summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"]
+    if summary["message"]:
+        lines.append(f"ended early: {summary['message']}")
     if summary["accuracy_after"] is not None:
         lines.append(
             f"held-out accuracy: {summary['accuracy_before']:.3f} before, {summary['accuracy_after']:.3f} after"

@@ -2,7 +2,7 @@
 
 Rewards run in worker processes, beside generation; those that are quick and harmless run here. A reward that raises,
 takes too long or takes its process down abstains and is counted; it never becomes 0. A value that breaks the contract
-stops the run.
+stops the run. Last of all, `non_stop_penalty` takes the place of the sum for a rollout that was cut at its longest.
 """
 
 import asyncio
@@ -47,37 +47,45 @@ class Scoring:
         default: Sequence[str],
         prompts_per_step: int,
         max_failed_share: float = 0.1,
+        non_stop_penalty: float | None = None,
         workers: RewardWorkers | None = None,
     ) -> None:
         self._by_name, self._default, self._workers = by_name, default, workers
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+        self._non_stop_penalty = non_stop_penalty
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
-        return Scoring(self._by_name, self._default, sys.maxsize, self._max_failed_share, self._workers)
+        limits = (sys.maxsize, self._max_failed_share, self._non_stop_penalty)
+        return Scoring(self._by_name, self._default, *limits, self._workers)
 
     def close(self) -> None:
         """Ends the worker processes."""
         if self._workers is not None:
             self._workers.close()
 
-    async def score_each(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+    def without_highest(self, names: Sequence[str]) -> list[str]:
+        """Those of a row's rewards for which "correct" is not known; `names` may be empty, as in a row."""
+        return [name for name in names or self._default if _highest(self._by_name[name]) == float("inf")]
+
+    async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
 
         The last group of a step is held back until the step's share of failed rewards is known to be small; that of
-        a last, smaller step is known before the generator ends, and so before the step trains.
+        a last, smaller step is known before the generator ends, and so before the step trains. Groups that refill a
+        step come `after` others, which count in its share: a few alone would say little.
         """
         pending: deque[asyncio.Task[Group]] = deque()
-        step: list[Group] = []
+        step = list(after)
         async for group in groups:
             task = asyncio.create_task(self.score(group))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else each breach prints itself
             pending.append(task)
             while pending and pending[0].done():
-                yield self._checked(pending.popleft().result(), step)
+                yield self._checked(pending.popleft().result(), step, bool(after))
         while pending:
-            yield self._checked(await pending.popleft(), step)
+            yield self._checked(await pending.popleft(), step, bool(after))
         self._check_share(step)
 
     async def score(self, group: Group) -> Group:
@@ -95,9 +103,8 @@ class Scoring:
                 value = None if isinstance(outcome, Failed) else outcome
                 part[reward.name] = check_value(reward.name, reward.function, value, group.prompt)
         totals = [_total(rewards, part) for part in parts]
-        weighted = [reward for reward in rewards if reward.weight]  # 0 · ∞ is no number
-        highest = sum(reward.weight * declared_range(reward.function)[reward.weight >= 0] for reward in weighted)
-        return replace(
+        highest = sum(map(_highest, rewards))
+        scored = replace(
             group,
             rewards=tuple(totals),
             reward_parts=tuple(parts),
@@ -105,6 +112,7 @@ class Scoring:
             reward_failures=dict(failures),
             scoring_s=time.monotonic() - started,
         )
+        return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
 
     async def _outcomes(self, reward: NamedReward, group: Group, encoded: EncodedGroup | None) -> list[Outcome]:
         """One a rollout."""
@@ -118,12 +126,16 @@ class Scoring:
         await call_reward(reward.name, reward.function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
         return [outcomes[index] for index in rollouts]
 
-    def _checked(self, group: Group, step: list[Group]) -> Group:
-        """The group, once the step that it completes is known to be good; `step` gathers its groups."""
+    def _checked(self, group: Group, step: list[Group], is_refill: bool) -> Group:
+        """The group, once the step that it completes is known to be good; `step` gathers its groups.
+
+        Any group of a refill may be the one that completes a step.
+        """
         step.append(group)
-        if len(step) == self._prompts_per_step:
+        if len(step) >= self._prompts_per_step:
             self._check_share(step)
-            step.clear()
+            if not is_refill:
+                step.clear()
         return group
 
     def _check_share(self, step: Sequence[Group]) -> None:
@@ -139,6 +151,13 @@ class Scoring:
             )
 
 
+def _highest(reward: NamedReward) -> float:
+    """Its largest share in the sum; infinite where it declares no range."""
+    if reward.weight == 0:  # 0 · ∞ is no number
+        return 0.0
+    return reward.weight * declared_range(reward.function)[reward.weight >= 0]
+
+
 def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:
     """Weighted sum; None if any gave no number: a rollout is never judged by a part of its rewards."""
     values = [part[reward.name] for reward in rewards]
@@ -152,3 +171,20 @@ def _is_correct(total: float | None, highest: float) -> bool | None:
     if total is None or highest == float("inf"):
         return None
     return total >= highest - 1e-8
+
+
+def _penalised(group: Group, penalty: float) -> Group:
+    """Cut rollouts get the penalty for their reward and are not correct, however high it is.
+
+    What is not known stays so: a rollout without a reward, and `correct` where no highest reward is declared.
+    """
+    is_cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
+    return replace(
+        group,
+        rewards=tuple(
+            penalty if cut and reward is not None else reward for cut, reward in zip(is_cut, group.rewards, strict=True)
+        ),
+        correct=tuple(
+            False if cut and known is not None else known for cut, known in zip(is_cut, group.correct, strict=True)
+        ),
+    )

@@ -15,7 +15,8 @@ from podium.ledger import Ledger
 from podium.lookup import choices, find
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
-from podium.model.load import Policy
+from podium.model.load import Policy, choose_device
+from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
@@ -23,10 +24,12 @@ from podium.reward._contract import bind_options
 from podium.reward._scoring import NamedReward, Scoring
 from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
+from podium.runtime._memory import MemoryPlan
 from podium.sections import Choice, CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
+from podium.trainer._optimizer import check_optimizer
 
 DEFAULT_WORKER_MEMORY_MB = 4096
 
@@ -39,6 +42,11 @@ class Wired:
     plan: Plan
     reports: Reports
     ledger: Ledger
+
+
+def check_trainer(settings: Settings) -> None:
+    """What the trainer needs of this machine, asked before the model is loaded."""
+    check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
 def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
@@ -98,8 +106,19 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")
     default = [choice.name for choice in settings.reward]
-    workers = _build_workers(settings, by_name, all_rows)
-    return Scoring(by_name, default, settings.run.prompts_per_step, settings.scoring.max_failed_share, workers)
+    limits = (settings.run.prompts_per_step, settings.scoring.max_failed_share, settings.scoring.non_stop_penalty)
+    return Scoring(by_name, default, *limits, _build_workers(settings, by_name, all_rows))
+
+
+def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
+    """Rows can only be retired where it is known which rollouts are correct."""
+    rate = settings.filter.retire_pass_rate
+    unknown = sorted({name for names in data.reward_choices for name in scoring.without_highest(names)})
+    if rate is not None and unknown:
+        raise InputError(
+            f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
+            "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
+        )
 
 
 def refuse_rewards(settings: Settings) -> None:
@@ -166,7 +185,24 @@ def build_filter(settings: Settings) -> Any:
     """`accept` is looked up like any other name of user code."""
     given = settings.filter
     accept = None if given.accept is None else find("filter", given.accept)
-    return partial(filter_groups, **given.model_dump(exclude={"accept"}), accept=accept)
+    return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
+
+
+def build_pack(settings: Settings, memory: MemoryPlan) -> Any:
+    """Groups in, batches out."""
+    return partial(
+        pack,
+        max_tokens_per_batch=memory.max_tokens_per_batch,
+        temperature=settings.rollout.options.get("temperature", 1.0),
+        minibatches=settings.trainer.options.get("minibatches_per_step", 1),
+        shared_prefix=settings.pack.shared_prefix,
+    )
+
+
+def make_trainer(settings: Settings, policy: Policy, plan: Plan, memory: MemoryPlan) -> Any:
+    options = settings.trainer.options | {"gradient_checkpointing": memory.gradient_checkpointing}
+    wiring = (policy, build_objective(settings), plan.steps, build_reference(settings), settings.pack.shared_prefix)
+    return find("trainer", settings.trainer.name)(*wiring, **options)
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:

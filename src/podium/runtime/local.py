@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.lookup import find
 from podium.model.load import load_policy
-from podium.pack import pack
 from podium.report._fanout import Reports
 from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
@@ -18,19 +16,22 @@ from podium.runtime._build import (
     build_advantages,
     build_data,
     build_filter,
-    build_objective,
-    build_reference,
+    build_pack,
     build_reports,
     build_scoring,
+    check_retirement,
+    check_trainer,
     eval_options,
     held_out_data,
     make_engine,
     make_rollout,
+    make_trainer,
     parity_tolerance,
     probe_ids,
     refuse_rewards,
     run_card,
 )
+from podium.runtime._memory import memory_plan
 from podium.settings import Settings
 from podium.stages import Stages
 
@@ -44,31 +45,27 @@ def local(
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     refuse_rewards(settings)
+    check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)
     held_out = held_out_data(settings, policy, plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
+    check_retirement(settings, scoring, data)
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
-    trainer = find("trainer", settings.trainer.name)(
-        policy, build_objective(settings), plan.steps, build_reference(settings), **settings.trainer.options
-    )
+    memory = memory_plan(settings, policy, max(data.lengths))
+    trainer = make_trainer(settings, policy, plan, memory)
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
-    reports = Reports(every_report, folder, ledger, run_card(settings, folder, plan), settings.to_toml())
+    card = run_card(settings, folder, plan)
+    reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
     stages = Stages(
         data=data,
         rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
         reward=scoring,
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
-        pack=partial(
-            pack,
-            max_tokens_per_batch=settings.pack.max_tokens_per_batch,
-            temperature=settings.rollout.options.get("temperature", 1.0),
-            minibatches=settings.trainer.options.get("minibatches_per_step", 1),
-            device=policy.device,
-        ),
+        pack=build_pack(settings, memory),
         trainer=trainer,
         sync=find("sync", settings.sync.name)(
             trainer, engine, probe_ids(data), parity_tolerance(settings), **settings.sync.options
@@ -87,7 +84,7 @@ def local(
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
             scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
-            plan,
+            lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
         ),

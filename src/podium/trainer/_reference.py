@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from podium.records import Batch
+from podium.model.forward import Placed
 
 
 class Reference:
@@ -19,7 +19,7 @@ class Reference:
 
     def __init__(
         self,
-        logprobs_of: Callable[[Batch], torch.Tensor],
+        logprobs_of: Callable[[Placed], torch.Tensor],
         peft: Any,
         parameters: Mapping[str, torch.nn.Parameter],
         alpha: float = 0.0,
@@ -31,10 +31,10 @@ class Reference:
         self._copy = {name: p.detach().clone() for name, p in parameters.items()} if needs_copy else {}
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> torch.Tensor:
+    def logprobs(self, placed: Placed) -> torch.Tensor:
         """`[T]` at the batch's temperature."""
         with self._in_place():
-            return self._logprobs_of(batch)
+            return self._logprobs_of(placed)
 
     @torch.no_grad()
     def follow(self, step: int) -> None:

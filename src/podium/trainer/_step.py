@@ -1,4 +1,4 @@
-"""One optimizer step's gradient and statistics, batch by batch.
+"""One optimizer step's gradient and statistics, batch by batch and over all ranks.
 
 The statistics are sums over loss tokens, divided at the end by the step's totals; so they do not depend on how the
 step was split either.
@@ -9,33 +9,60 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from podium.errors import RankError
+from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
-from podium.trainer._checks import check_ids, check_split
+from podium.trainer._checks import refuse_split_gap, split_gap
+from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_gradients, sum_over_ranks, worst_over_ranks
 
-LogprobsOf = Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
 
 
 def gradients_of_update(
-    logprobs_of: LogprobsOf, model: PreTrainedModel, batches: Sequence[Batch], loss: Loss, halvings: int
+    logprobs_of: LogprobsOf,
+    place: Callable[[Batch], Placed],
+    model: PreTrainedModel,
+    batches: Sequence[Placed],
+    loss: Loss,
+    halvings: int,
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
-    Out of memory, all batches are cut once more and the whole update is done again from a clean gradient: it is the
-    same gradient, since shares add up. A single document that does not fit is more than can be helped.
+    Out of memory on any rank, all batches of all ranks are cut once more and the whole update is done again from a
+    clean gradient: it is the same gradient, since shares add up. A single document that does not fit is more than can
+    be helped.
     """
     while True:
-        parts = [part for batch in batches for part in halved(batch, halvings)]
+        parts = batches
+        if halvings:
+            parts = [place(part) for placed in batches for part in halved(placed.batch.to("cpu"), halvings)]
         model.zero_grad(set_to_none=True)
-        try:
-            return accumulate_gradients(logprobs_of, parts, loss), halvings
-        except torch.OutOfMemoryError:
-            if all(part.num_documents == 1 for part in parts):
-                raise
-        halvings += 1  # outside the handler: the exception holds on to the failed pass's memory
+        totals = _attempt(logprobs_of, parts, loss)
+        if totals is not None:
+            sum_gradients(model.parameters())
+            return _metrics(totals), halvings
+        halvings += 1
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _attempt(logprobs_of: LogprobsOf, parts: Sequence[Placed], loss: Loss) -> dict[str, torch.Tensor] | None:
+    """The sums of this rank's batches, or None if these or another rank's do not fit. One rank's error stops all."""
+    totals, device = None, parts[0].row.token_ids.device
+    try:
+        totals = accumulate_gradients(logprobs_of, parts, loss)
+    except Exception as error:
+        can_be_cut = any(part.batch.num_documents > 1 for part in parts)
+        if not (isinstance(error, torch.OutOfMemoryError) and can_be_cut):
+            worst_over_ranks(Outcome.FAILED, device)
+            raise
+    # Outside the handler: the exception holds on to the failed pass's memory.
+    worst = worst_over_ranks(Outcome.TOO_LARGE if totals is None else Outcome.DONE, device)
+    if worst is Outcome.FAILED:
+        raise RankError(ANOTHER_FAILED)
+    return totals if worst is Outcome.DONE else None
 
 
 def halved(batch: Batch, times: int) -> list[Batch]:
@@ -47,20 +74,30 @@ def halved(batch: Batch, times: int) -> list[Batch]:
     return [part for half in halves for part in halved(half, times - 1)]
 
 
-def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
-    """Leaves the step's gradient on the parameters and returns its metrics."""
+def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Placed], loss: Loss) -> dict[str, torch.Tensor]:
+    """Leaves these batches' gradient on the parameters and returns their share of each metric.
+
+    Waits for the device only at the end, with the check of the split.
+    """
     totals: dict[str, torch.Tensor] = {}
-    to_split = next((number for number, batch in enumerate(batches) if batch.num_documents > 1), None)
-    for number, batch in enumerate(batches):
-        check_ids(batch)
-        logprobs, entropy = logprobs_of(batch)
-        if number == to_split:
-            check_split(loss, logprobs, batch)
-        output = loss(logprobs, batch)
+    gap: torch.Tensor | None = None
+    for placed in batches:
+        logprobs, entropy = logprobs_of(placed)
+        if gap is None and placed.batch.num_documents > 1:
+            gap = split_gap(loss, logprobs, placed.batch)
+        output = loss(logprobs, placed.batch)
         output.loss.backward()
-        for name, value in _sums(output, logprobs.detach(), entropy, batch).items():
+        for name, value in _sums(output, logprobs.detach(), entropy, placed.batch).items():
             totals[name] = totals[name] + value if name in totals else value
-    metrics = {name: float(total) for name, total in totals.items()}
+    if gap is not None:
+        refuse_split_gap(gap)
+    return totals
+
+
+def _metrics(totals: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of the step, over all ranks."""
+    summed = sum_over_ranks(torch.stack(list(totals.values())))
+    metrics = dict(zip(totals, summed.tolist(), strict=True))
     variance = metrics.pop("ratio_squared") - metrics["loss/ratio_mean"] ** 2
     return metrics | {"loss/ratio_var": max(0.0, variance)}
 
@@ -70,7 +107,7 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
     mask = batch.loss_mask.bool()
 
     def share(values: torch.Tensor) -> torch.Tensor:
-        return values[mask].double().sum() / batch.num_loss_tokens
+        return torch.where(mask, values, 0).double().sum() / batch.num_loss_tokens
 
     gap = logprobs - batch.rollout_logprobs
     ratio = gap.exp()

@@ -1,4 +1,4 @@
-"""The reference trainer: one process, one device, LoRA or full weights.
+"""The reference trainer: one device a process, LoRA or full weights, every rank with all parameters.
 
 In: the batches of a step. Out: what the update did. It is blind to the algorithm: advantages come with the tokens,
 the loss is handed to it. A loss or gradient that is not finite leaves the weights untouched and is counted.
@@ -18,12 +18,15 @@ from pydantic import Field
 
 from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import policy_logprobs, sequence_logprobs
+from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
+from podium.model.fused import compile_layers
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
-from podium.trainer._optimizer import load_optimizer_state, make_optimizer, optimizer_state
+from podium.trainer._checks import check_ids, check_shared_prefix
+from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_optimizer, optimizer_state
+from podium.trainer._ranks import sum_over_ranks, together
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved
@@ -38,12 +41,16 @@ class Single:
         loss: Loss,
         total_steps: int = 1,
         reference: ReferenceSettings | None = None,
+        shared_prefix: bool = False,
         *,
         lr: Annotated[
             float | None, Field(gt=0, description="learning rate; by default 1e-5 under LoRA, 1e-6 for full weights")
         ] = None,
         schedule: Annotated[Schedule, Field(description="of the learning rate, after the warm-up")] = "constant",
         warmup_steps: Annotated[int, Field(ge=0, description="steps over which the rate rises to lr")] = 0,
+        optimizer: Annotated[
+            OptimizerName, Field(description="adamw_8bit keeps a quarter of the state; it needs bitsandbytes")
+        ] = "adamw",
         betas: Annotated[tuple[float, float], Field(description="AdamW's")] = (0.9, 0.999),
         weight_decay: Annotated[float, Field(ge=0)] = 0.0,
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
@@ -53,7 +60,14 @@ class Single:
             Literal["float32", "bfloat16"],
             Field(description="of the matrix products; weights, logits, loss and optimizer stay as they are"),
         ] = "float32",
-        gradient_checkpointing: Annotated[bool, Field(description="less memory, about a third more time")] = False,
+        gradient_checkpointing: Annotated[
+            bool | None,
+            Field(description="less memory, about a third more time; by default where batches would not fit otherwise"),
+        ] = None,
+        compile: Annotated[
+            bool | None,
+            Field(description="fuses the layers' kernels; by default on CUDA, where the first step waits for it"),
+        ] = None,
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
@@ -61,18 +75,22 @@ class Single:
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(self._parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._optimizer = make_optimizer(self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay)
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
             None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
         )
+        self._shared_prefix = shared_prefix
+        self._is_prefix_checked = not shared_prefix
         self._num_steps = 0
         """Steps that made at least one update."""
         self._halvings = 0
-        """How often batches are cut in two because they did not fit into memory."""
+        """How often batches are cut in two because they did not fit into memory; it orders float sums."""
         if gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.enable_input_require_grads()
+        if policy.device.type == "cuda" if compile is None else compile:
+            compile_layers(self._model)
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         return await on_device_thread(self._step, batches)
@@ -89,7 +107,8 @@ class Single:
         tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         tensors |= dict(optimizer_state(self._optimizer, self._parameters))
         tensors |= self._reference.state() if self._reference else {}
-        tensors |= random_state() | {"num_steps": torch.tensor(self._num_steps)}
+        tensors |= random_state()
+        tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     @torch.no_grad()
@@ -105,6 +124,7 @@ class Single:
         if self._reference:
             self._reference.load_state(tensors)
         self._num_steps = int(tensors["num_steps"])
+        self._halvings = int(tensors.get("halvings", 0))  # checkpoints written before it was kept have none
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
@@ -121,7 +141,7 @@ class Single:
         lr = self._rate(self._num_steps)
         self._optimizer.param_groups[0]["lr"] = lr
         prepared = self._prepare(batches)
-        parts = [list(part) for _, part in groupby(prepared, key=lambda batch: batch.minibatch)]
+        parts = [list(part) for _, part in groupby(prepared, key=lambda placed: placed.batch.minibatch)]
         updates = [self._update(part) for _ in range(self._epochs) for part in parts]
         is_updated = any(not update["optim/skipped"] for update in updates)
         self._num_steps += is_updated
@@ -129,37 +149,65 @@ class Single:
             self._reference.follow(self._num_steps)
         return UpdateResult(
             updated=is_updated,
-            num_loss_tokens=sum(part[0].num_loss_tokens for part in parts),
+            num_loss_tokens=sum(part[0].batch.num_loss_tokens for part in parts),
             metrics={name: fmean(update[name] for update in updates) for name in updates[0]}
             | {
                 "optim/lr": lr,
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
-                "pack/batches": float(sum(len(halved(batch, self._halvings)) for batch in batches)),
-                "pack/tokens": float(sum(len(batch.token_ids) for batch in batches)),
+                **self._pack_metrics(prepared),
             },
         )
 
-    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
-        """What must be frozen before the first update: old logprobs, reference logprobs, advantages."""
-        made = list(batches)
-        if self._has_several_updates and self._loss.takes_snapshot:
-            made = [replace(batch, old_logprobs=self._snapshot(batch)) for batch in made]
-        if self._reference:
-            made = [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in made]
-        return self._loss.prepare(made)
+    def _pack_metrics(self, prepared: Sequence[Placed]) -> dict[str, float]:
+        """Over all ranks; a spare batch, which only keeps a rank in step, does not count."""
+        trained = [placed for placed in prepared if len(placed.row.loss_places)]
+        passes = sum(len(halved(placed.batch, self._halvings)) for placed in trained)
+        tokens = sum(len(placed.row.token_ids) for placed in trained)
+        counts = sum_over_ranks(torch.tensor([passes, tokens], device=self._policy.device))
+        return dict(zip(("pack/batches", "pack/tokens"), map(float, counts.tolist()), strict=True))
 
-    def _logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return policy_logprobs(self._model, batch, self._compute_dtype)
+    def _check_prefix(self, batch: Batch) -> bool:
+        """Done once, with the first batch that has something to share."""
+
+        def logprobs_of(batch: Batch, shared_prefix: bool) -> torch.Tensor:
+            return self._snapshot(place(batch, self._policy.device, shared_prefix=shared_prefix))
+
+        return check_shared_prefix(logprobs_of, batch, self._compute_dtype or self._model.dtype)
+
+    def _place(self, batch: Batch) -> Placed:
+        return place(batch, self._policy.device, shared_prefix=self._shared_prefix)
+
+    def _prepare(self, batches: Sequence[Batch]) -> list[Placed]:
+        """What must be checked, or frozen, before the first update: old logprobs, reference logprobs, advantages."""
+        placed = together(partial(self._placed, batches), self._policy.device)
+        made = self._loss.prepare([each.batch for each in placed], sum_over_ranks)
+        return [replace(each, batch=batch) for each, batch in zip(placed, made, strict=True)]
+
+    def _placed(self, batches: Sequence[Batch]) -> list[Placed]:
+        for batch in batches:
+            check_ids(batch)
+            self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
+        placed = [self._place(batch) for batch in batches]
+        if self._has_several_updates and self._loss.takes_snapshot:
+            placed = [each.with_fields(old_logprobs=self._snapshot(each)) for each in placed]
+        if self._reference:
+            placed = [each.with_fields(reference_logprobs=self._reference.logprobs(each)) for each in placed]
+        return placed
+
+    def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+        return policy_logprobs(self._model, placed, self._compute_dtype)
 
     @torch.no_grad()
-    def _snapshot(self, batch: Batch) -> torch.Tensor:
+    def _snapshot(self, placed: Placed) -> torch.Tensor:
         """The policy's logprobs as they are now, `[T]`."""
-        return self._logprobs(batch)[0]
+        return self._logprobs(placed)[0]
 
-    def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def _update(self, batches: Sequence[Placed]) -> dict[str, float]:
         """One optimizer step; a gradient that is not finite makes none."""
         self._model.train()
-        metrics, self._halvings = gradients_of_update(self._logprobs, self._model, batches, self._loss, self._halvings)
+        metrics, self._halvings = gradients_of_update(
+            self._logprobs, self._place, self._model, batches, self._loss, self._halvings
+        )
         self._model.eval()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])

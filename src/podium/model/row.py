@@ -1,0 +1,160 @@
+"""From a batch to the row of tokens that goes through the model.
+
+Plain: the batch's own tokens. With shared prefixes a prompt stands once, before all answers of its group that are in
+the batch (G·(P + R) tokens become P + G·R); every answer still sees its prompt's keys and values, and the logprob of
+its first token is read from the prompt's last state. What comes out is the same, so nothing else knows the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from podium.records import Batch
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Where the keys of every segment are found, when several segments look at the same prompt. K keys, L tokens."""
+
+    places: torch.Tensor
+    """int64 `[K]`, the token of the row that each key belongs to."""
+    own: torch.Tensor
+    """int64 `[L]`, the key that a token is in its own segment."""
+    prompt_tokens: torch.Tensor
+    """int64 `[M]`, tokens of shared prompts."""
+    copies: torch.Tensor
+    """int64 `[M, answers]`, the keys that each of those is in the segments of its answers; K where there is none."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which keys a token may look at. A segment's last query stands at its last key, the others one before the next."""
+
+    query_starts: torch.Tensor
+    """int32 `[S + 1]`"""
+    key_starts: torch.Tensor
+    """int32 `[S + 1]`"""
+    query_places: torch.Tensor
+    """int64 `[L]`, the place of each token in a flattened `[S, longest_query]` table."""
+    key_places: torch.Tensor
+    """int64 `[K]`, the place of each key in a flattened `[S, longest_key]` table."""
+    count: int
+    """S"""
+    longest_query: int
+    longest_key: int
+    shared: SharedKeys | None = None
+    """None: a segment's keys are its own tokens, K = L."""
+
+    @classmethod
+    def of(cls, query_lengths: np.ndarray, key_lengths: np.ndarray, shared: SharedKeys | None) -> Segments:
+        longest_query, longest_key = int(query_lengths.max()), int(key_lengths.max())
+        return cls(
+            query_starts=torch.from_numpy(_starts(query_lengths).astype(np.int32)),
+            key_starts=torch.from_numpy(_starts(key_lengths).astype(np.int32)),
+            query_places=torch.from_numpy(_table_places(query_lengths, longest_query)),
+            key_places=torch.from_numpy(_table_places(key_lengths, longest_key)),
+            count=len(query_lengths),
+            longest_query=longest_query,
+            longest_key=longest_key,
+            shared=shared,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """L tokens for the decoder, and where the states of the batch's N loss tokens come out."""
+
+    token_ids: torch.Tensor
+    """int64 `[L]`"""
+    position_ids: torch.Tensor
+    """int64 `[L]`"""
+    segments: Segments
+    loss_places: torch.Tensor
+    """int64 `[N]`, places of the loss tokens in the batch."""
+    states: torch.Tensor
+    """int64 `[N]`, the token of the row before each of them."""
+
+
+def row_of(batch: Batch, *, shared_prefix: bool = False) -> Row:
+    """The batch is still on the CPU; so is the row."""
+    places = batch.loss_mask.nonzero()[:, 0]
+    if not shared_prefix:
+        lengths = batch.cu_seqlens.diff().numpy()
+        return Row(batch.token_ids, batch.position_ids, Segments.of(lengths, lengths, None), places, places - 1)
+    taken, row_of_token, segments = _shared_row(batch)
+    return Row(batch.token_ids[taken], batch.position_ids[taken], segments, places, row_of_token[places - 1])
+
+
+def num_row_tokens(batch: Batch, shared_prefix: bool) -> int:
+    """Tokens that go through the model."""
+    if not shared_prefix:
+        return len(batch.token_ids)
+    answers = len(batch.token_ids) - sum(batch.answer_starts)
+    return answers + sum(batch.answer_starts[first] for first, _ in _runs(batch))
+
+
+def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of adjacent documents with one prompt."""
+    first = 0
+    for number in range(1, batch.num_documents + 1):
+        if number == batch.num_documents or batch.ordinals[number] != batch.ordinals[first]:
+            yield first, number
+            first = number
+
+
+def _shared_row(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Segments]:
+    """(the batch's token at each place of the row, the place of each token of the batch, the segments).
+
+    One segment a prompt, then one an answer of it, run by run.
+    """
+    runs = list(_runs(batch))
+    sizes = np.array([last - first for first, last in runs])
+    prompt_lengths = np.array([batch.answer_starts[first] for first, _ in runs])
+    prompts = _starts(sizes + 1)[:-1]  # segments of prompts
+    answers = np.setdiff1d(np.arange(sizes.sum() + len(runs)), prompts)  # segments of answers
+    prompt_of = np.repeat(prompts, sizes + 1)
+
+    starts = batch.cu_seqlens.numpy().astype(np.int64)
+    begins = np.empty(len(prompt_of), dtype=np.int64)  # where a segment's tokens are in the batch
+    begins[prompts] = starts[[first for first, _ in runs]]
+    begins[answers] = starts[:-1] + batch.answer_starts
+    lengths = np.empty_like(begins)
+    lengths[prompts], lengths[answers] = prompt_lengths, starts[1:] - begins[answers]
+    before = np.zeros_like(begins)  # keys that a segment looks at before its own
+    before[answers] = np.repeat(prompt_lengths, sizes)
+
+    places, keys = _starts(lengths)[:-1], _starts(before + lengths)
+    copies = np.full((len(runs), sizes.max()), -1)
+    copies[np.repeat(np.arange(len(runs)), sizes), _ranges(np.zeros_like(sizes), sizes)] = keys[answers]
+    copies = np.repeat(copies, prompt_lengths, axis=0)
+    offsets = _ranges(np.zeros_like(prompt_lengths), prompt_lengths)[:, None]
+    both = np.stack([places[prompt_of], places], 1), np.stack([before, lengths], 1)  # a segment's prompt, then itself
+    shared = SharedKeys(
+        places=torch.from_numpy(_ranges(both[0].ravel(), both[1].ravel())),
+        own=torch.from_numpy(_ranges(keys[:-1] + before, lengths)),
+        prompt_tokens=torch.from_numpy(_ranges(places[prompts], prompt_lengths)),
+        copies=torch.from_numpy(np.where(copies < 0, keys[-1], copies + offsets)),
+    )
+    return (
+        torch.from_numpy(_ranges(begins, lengths)),
+        torch.from_numpy(_ranges(both[0][answers].ravel(), both[1][answers].ravel())),
+        Segments.of(lengths, before + lengths, shared),
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], lengths.cumsum()])
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, …, `length` of them, for one pair after the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - _starts(lengths)[:-1], lengths)
+
+
+def _table_places(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """Where each token goes in a flattened `[segments, longest]` table."""
+    return _ranges(np.arange(len(lengths)) * longest, lengths)

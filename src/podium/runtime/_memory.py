@@ -1,0 +1,120 @@
+"""The memory plan: what a run holds on its device, and how many tokens a batch may have beside it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from podium.model.fused import SAVED_SHARE
+from podium.model.load import Policy
+from podium.model.logprobs import MAX_CHUNK_ELEMENTS
+from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
+from podium.settings import Settings
+from podium.trainer._optimizer import state_bytes
+
+USED_SHARE = 0.8
+"""Of the device's memory; the rest is for what no plan knows: fragments, kernels' work space, other programs."""
+
+MOST_TOKENS = {"cpu": 16384, "cuda": 65536}
+"""Larger batches are not faster."""
+
+LEAST_TOKENS = 2048
+"""A batch smaller than this wastes time; before that, gradient checkpointing pays."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """In bytes, unless it says tokens."""
+
+    device: int
+    weights: int
+    trained: int
+    optimizer: int
+    reference: int
+    engine_copy: int
+    cache: int
+    logits: int
+    per_token: float
+    """What a training pass keeps for each token of a batch."""
+    max_tokens_per_batch: int
+    longest_document: int
+    """Tokens of the longest prompt and answer that the run can have."""
+    gradient_checkpointing: bool
+
+    @property
+    def fixed(self) -> int:
+        """Held whatever a batch is; gradients are as large as what is trained."""
+        parts = (self.weights, 2 * self.trained, self.optimizer, self.reference, self.engine_copy, self.cache)
+        return sum(parts) - self.trained + self.logits
+
+    @property
+    def total(self) -> float:
+        return self.fixed + self.per_token * max(self.max_tokens_per_batch, self.longest_document)
+
+
+def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> MemoryPlan:
+    """Keys that the settings leave open are decided here, by what the device has in all."""
+    options = settings.trainer.options
+    every = list(policy.model.named_parameters())
+    weights = sum(p.numel() * p.element_size() for _, p in every)
+    trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
+    longest = longest_prompt + settings.rollout.options.get("max_new_tokens", 0)
+    held: dict[str, Any] = {
+        "device": device_bytes(policy.device),
+        "weights": weights,
+        "trained": trained,
+        "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
+        "reference": trained if _copies_reference(settings, policy) else 0,
+        "engine_copy": _engine_copy(settings, policy, trained),
+        "cache": _cache(settings, policy, longest),
+        "logits": 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type],
+        "longest_document": longest,
+    }
+    precision = options.get("precision", "float32")
+    plain = saved_bytes_per_token(policy, None if precision == "float32" else getattr(torch, precision))
+    is_compiled = options.get("compile")
+    if policy.device.type == "cuda" if is_compiled is None else is_compiled:
+        plain *= SAVED_SHARE
+    checkpointing = options.get("gradient_checkpointing")
+    if checkpointing is None:
+        room = _room(held, plain)
+        checkpointing = room < max(longest, LEAST_TOKENS)
+    per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
+    tokens = settings.pack.max_tokens_per_batch
+    if tokens is None:
+        most = MOST_TOKENS[policy.device.type]
+        tokens = max(longest, min(most, _room(held, per_token) // 256 * 256), 256)
+    return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+
+
+def _room(held: dict[str, Any], per_token: float) -> int:
+    """Tokens for which there is memory beside what is held."""
+    names = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
+    return max(0, int((USED_SHARE * held["device"] - sum(held[name] for name in names)) / per_token))
+
+
+def _copies_reference(settings: Settings, policy: Policy) -> bool:
+    given = settings.model.reference
+    return given is not None and (policy.peft is None or given != "initial")
+
+
+def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if policy.peft is None:
+        return 0 if settings.run.sync_every == 1 else trained
+    adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
+    return sum(p.numel() * p.element_size() for p in adapted)
+
+
+def _cache(settings: Settings, policy: Policy, longest: int) -> int:
+    """Keys and values of all rollouts that are written at the same time."""
+    config: Any = policy.model.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * policy.model.dtype.itemsize
+    return per_token * num_slots(settings) * longest
+
+
+def num_slots(settings: Settings) -> int:
+    """Rollouts that the in-process engine writes at the same time."""
+    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    return min(settings.engine.options.get("concurrency", rollouts), rollouts)

@@ -1,0 +1,101 @@
+"""The memory plan: what it adds up, what it decides where the settings leave it open, and that it is kept to."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from podium.cli import main
+from podium.model.load import Policy, load_policy
+from podium.model.memory import saved_bytes_per_token
+from podium.runtime import _memory
+from podium.runtime._memory import LEAST_TOKENS, memory_plan
+from podium.settings import Settings
+from tests.conftest import small_tables
+
+
+def settings_of(tmp_path: Path, **tables: dict[str, Any]) -> Settings:
+    made = small_tables(tmp_path / "run")
+    for section, values in tables.items():
+        made[section] = {**made.get(section, {}), **values}
+    return Settings.model_validate(made)
+
+
+def policy_of(settings: Settings) -> Policy:
+    return load_policy(settings.model, seed=0)
+
+
+def parameters_of(policy: Policy, *, trained: bool) -> int:
+    return sum(p.numel() for p in policy.model.parameters() if p.requires_grad or not trained)
+
+
+@pytest.mark.parametrize("lora", [False, {}])
+def test_what_is_held_is_counted(lora: Any, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, model={"lora": lora}, rollout={"max_new_tokens": 10})
+    policy = policy_of(settings)
+    plan = memory_plan(settings, policy, longest_prompt=20)
+    assert plan.weights == 4 * parameters_of(policy, trained=False)
+    assert plan.trained == 4 * parameters_of(policy, trained=True)
+    assert plan.optimizer == pytest.approx(2 * plan.trained, rel=0.01)  # and a count a parameter
+    assert (plan.engine_copy > 0) == (lora is not False)
+    slots = settings.run.prompts_per_step * settings.run.rollouts_per_prompt
+    config: Any = policy.model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    assert plan.cache == slots * 30 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4
+    assert plan.longest_document == 30
+
+
+def test_bytes_a_token_grow_with_the_layers(tmp_path: Path) -> None:
+    """Half the layers keep about half; what stands outside the layers is kept once."""
+    policy = policy_of(settings_of(tmp_path, model={"lora": False}))
+    whole = saved_bytes_per_token(policy, None)
+    hidden = policy.model.config.hidden_size
+    policy.model.get_decoder().layers = policy.model.get_decoder().layers[:1]
+    half = saved_bytes_per_token(policy, None)
+    assert 0.3 * whole < half < 0.7 * whole
+    assert half > 4 * 8 * hidden  # at least the inputs of its products: norms, queries, keys, values, output, gate, up
+
+
+@pytest.mark.parametrize(("gigabytes", "checkpointing"), [(100.0, False), (0.3, True)])
+def test_the_budget_follows_the_device(gigabytes: float, checkpointing: bool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(_memory, "device_bytes", lambda device: int(gigabytes * 1e9))
+    settings = settings_of(tmp_path, model={"lora": False})
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    assert plan.gradient_checkpointing is checkpointing
+    if checkpointing:
+        assert plan.max_tokens_per_batch < 16384
+        assert plan.per_token < saved_bytes_per_token(policy_of(settings), None)
+    else:
+        assert plan.max_tokens_per_batch == 16384
+        assert plan.total < gigabytes * 1e9
+
+
+def test_given_numbers_are_kept(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, pack={"max_tokens_per_batch": 777}, trainer={"gradient_checkpointing": True})
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    assert (plan.max_tokens_per_batch, plan.gradient_checkpointing) == (777, True)
+
+
+def test_a_batch_holds_the_longest_document(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(_memory, "device_bytes", lambda device: 1)
+    settings = settings_of(tmp_path)
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=5 * LEAST_TOKENS)
+    assert plan.max_tokens_per_batch == plan.longest_document > 5 * LEAST_TOKENS
+
+
+def test_check_says_that_it_does_not_fit(tmp_path: Path, monkeypatch, capsys) -> None:
+    import tomli_w
+
+    tables = small_tables(tmp_path / "run")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
+    assert main(["check", str(tmp_path / "run.toml")]) == 0
+    assert "too much" not in capsys.readouterr().out
+    monkeypatch.setattr(_memory, "device_bytes", lambda device: 1_000_000)
+    assert main(["check", str(tmp_path / "run.toml")]) == 0
+    assert "too much" in capsys.readouterr().out
+
+
+def test_half_precision_keeps_less(tmp_path: Path) -> None:
+    policy = policy_of(settings_of(tmp_path, model={"lora": False}))
+    assert saved_bytes_per_token(policy, torch.bfloat16) < saved_bytes_per_token(policy, None)

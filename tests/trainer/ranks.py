@@ -1,0 +1,194 @@
+"""Two real processes in a gloo group, and the jobs that they do; the same jobs run alone in the test's own process."""
+
+import asyncio
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from podium.loss._correction import Correction
+from podium.loss._objective import Objective
+from podium.loss.dapo import dapo
+from podium.loss.grpo import grpo
+from podium.loss.gspo import gspo
+from podium.model.forward import Placed, place
+from podium.pack import pack
+from podium.records import Batch, Group, Prompt, Rollout, ids_digest
+from podium.trainer._checks import check_ids
+from podium.trainer._ranks import sum_over_ranks, together
+from podium.trainer._step import gradients_of_update
+
+OBJECTIVES = {
+    "grpo, tokens": Objective(grpo, "tokens", correction=Correction()),
+    "gspo, rollouts": Objective(gspo, "rollouts", correction=Correction("sequence")),
+    "dapo, constant": Objective(dapo, "constant", constant=7),
+    "KL in the loss": Objective(grpo, kl_beta=0.1),
+    "KL in the advantages": Objective(grpo, kl_beta=0.1, kl_in="advantage"),
+}
+VOCABULARY = 11
+RARE = VOCABULARY - 1
+PATIENCE_S = 60
+
+
+class Tiny(torch.nn.Module):
+    """A bigram policy in float64; another `seed` is another policy near by."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        random, other = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+
+        def values(*shape: int) -> torch.nn.Parameter:
+            base = torch.randn(*shape, generator=random, dtype=torch.float64)
+            return torch.nn.Parameter(base + 0.1 * torch.randn(*shape, generator=other, dtype=torch.float64))
+
+        self.table, self.head = values(VOCABULARY, 5), values(5, VOCABULARY)
+        self.rare = values(VOCABULARY)
+        """Takes part where a batch holds the token `RARE` only, so that a rank may have no gradient for it."""
+        self.unused = values(3)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        previous = batch.token_ids.roll(1)
+        logits = torch.tanh(self.table[previous]) @ self.head
+        if (previous == RARE).any():
+            logits = logits + self.rare * (previous == RARE)[:, None]
+        every = (logits / batch.temperature).log_softmax(-1)
+        chosen = every.gather(1, batch.token_ids[:, None])[:, 0]
+        entropy = -(every.exp() * every).sum(-1).detach()
+        return chosen * batch.loss_mask, entropy * batch.loss_mask
+
+
+@dataclass(frozen=True)
+class Example:
+    """What one optimizer step trains."""
+
+    answers: list[list[tuple[int, ...]]]
+    """Ids by group and rollout."""
+    advantages: list[list[float]]
+    limit: int = 40
+    """Tokens of a batch."""
+    objective: str = "grpo, tokens"
+    trouble: str = ""
+    """What befalls rank 1: "memory" for one document at a time, "no memory" at all, wrong "ids" or a "nan"."""
+
+    def batches(self, ranks: int) -> list[Batch]:
+        groups = [
+            Group(
+                Prompt(number, (1, 2, number % VOCABULARY)),
+                tuple(
+                    Rollout(ids, (-2.0,) * len(ids), (1,) * len(ids), "stop", "", 0, 0, 0, 0, ids_digest(ids))
+                    for ids in answers
+                ),
+                rewards=(1.0,) * len(answers),
+                advantages=tuple(advantages),
+            )
+            for number, (answers, advantages) in enumerate(zip(self.answers, self.advantages, strict=True))
+        ]
+        return pack(groups, max_tokens_per_batch=self.limit, temperature=0.8, ranks=ranks)
+
+
+def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Gradients and metrics of the example's step, as plain numbers."""
+    model, objective = Tiny(), OBJECTIVES[example.objective]
+    trouble = example.trouble if rank == 1 else ""
+    mine = [_prepared(batch, trouble) for batch in example.batches(ranks)[rank::ranks]]
+    together(lambda: [check_ids(batch) for batch in mine], torch.device("cpu"))
+    placed = [place_on_cpu(batch) for batch in objective.prepare(mine, sum_over_ranks)]
+
+    def logprobs_of(placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+        if trouble == "no memory" or (trouble == "memory" and placed.batch.num_documents > 1):
+            raise torch.OutOfMemoryError("too large")
+        return model(placed.batch)
+
+    made: Any = gradients_of_update(logprobs_of, place_on_cpu, model, placed, objective, 0)  # type: ignore[arg-type]
+    metrics, halvings = made
+    gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
+    return {"metrics": metrics, "gradients": gradients, "halvings": halvings}
+
+
+def place_on_cpu(batch: Batch) -> Placed:
+    return place(batch, torch.device("cpu"))
+
+
+def _prepared(batch: Batch, trouble: str) -> Batch:
+    """In float64, with old and reference logprobs that depend on the document alone."""
+    wide = {name: getattr(batch, name).double() for name in ("loss_mask", "advantages", "rollout_logprobs")}
+    batch = replace(batch, **wide)
+    if trouble == "nan":
+        batch.advantages[-1] = torch.nan
+    if trouble == "ids":
+        batch = replace(batch, digests=("no digest",) * batch.num_documents)
+    with torch.no_grad():
+        others = {"old_logprobs": Tiny(1)(batch)[0], "reference_logprobs": Tiny(2)(batch)[0]}
+    return replace(batch, **others)
+
+
+def single_steps(lora: bool, rank: int = 0, ranks: int = 1) -> list[dict[str, Any]]:
+    """Steps of the real trainer on the embedded model; the last has one document, so that a rank has none of it."""
+    from tests.trainer.test_single import a_group, a_trainer
+
+    trainer = a_trainer(lora=lora, lr=1e-6)
+    done = []
+    for number in (4, 3, 1):
+        batches = pack([a_group(trainer, number)], max_tokens_per_batch=60, temperature=1.0, ranks=ranks)
+        result = asyncio.run(trainer.step(batches[rank::ranks]))
+        done.append(
+            {
+                "metrics": dict(result.metrics),
+                "gradients": {name: p.grad.tolist() for name, p in trainer._parameters.items()},
+                "weights": {name: p.tolist() for name, p in trainer._parameters.items()},
+            }
+        )
+    return done
+
+
+class Pair:
+    """Ranks 0 and 1. They meet in a file, so no port has to be free."""
+
+    def __init__(self, folder: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes, theirs = zip(*(spawn.Pipe() for _ in range(2)), strict=True)
+        self.processes = [
+            spawn.Process(target=_serve, args=(rank, str(folder / "meeting"), pipe), daemon=True)
+            for rank, pipe in enumerate(theirs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def start(self, rank: int, job: Any, *args: Any) -> None:
+        self._pipes[rank].send((job, args))
+
+    def result(self, rank: int) -> Any:
+        """What the job returned, or the exception that it raised."""
+        assert self._pipes[rank].poll(PATIENCE_S), f"rank {rank} does not answer"
+        return self._pipes[rank].recv()
+
+    def __call__(self, job: Any, *args: Any) -> list[Any]:
+        for rank in (0, 1):
+            self.start(rank, job, *args, rank, 2)
+        return [self.result(rank) for rank in (0, 1)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _serve(rank: int, meeting: str, pipe: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=PATIENCE_S)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=wait)
+    while True:
+        job, args = pipe.recv()
+        try:
+            pipe.send(job(*args))
+        except Exception as error:
+            pipe.send(error)
