@@ -186,7 +186,7 @@ BROKEN_ROWS = {
     "empty file": ("\n\n", r"data: the sources hold no rows; give a file or a split that has some"),
     "unknown reward": (
         '{"prompt": "a", "reward": "nope"}\n',
-        r"a row names the reward 'nope', which is not known; known: arithmetic, .*exact.*",
+        r"row 1 of jsonl: reward 'nope' is not known; known: arithmetic, .*exact.*",
     ),
     "reward that no row uses": (
         '{"prompt": "a", "reward": "exact"}\n',

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
+    from podium.reward._classes import register_reward
     from podium.reward._contract import declare_range, runs_inline
     from podium.run import evaluate, train
     from podium.settings import Settings
@@ -19,12 +20,24 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "evaluate", "runs_inline", "train"]
+__all__ = [
+    "Group",
+    "Prompt",
+    "Rollout",
+    "Row",
+    "Settings",
+    "declare_range",
+    "evaluate",
+    "register_reward",
+    "runs_inline",
+    "train",
+]
 
 _LAZY = {
     "Settings": "podium.settings",
     "declare_range": "podium.reward._contract",
     "evaluate": "podium.run",
+    "register_reward": "podium.reward._classes",
     "runs_inline": "podium.reward._contract",
     "train": "podium.run",
 }

@@ -53,8 +53,10 @@ def bind_options(function: Any, options: Mapping[str, Any]) -> Any:
 def style_of(function: Any) -> Style:
     """How it is called: for each rollout in turn, for all at once (a coroutine function), or once for the group.
 
-    Batched is a reward whose second argument is called `rollouts`.
+    Batched is a reward whose second argument is called `rollouts`. An object may say itself what it is.
     """
+    if style := getattr(function, "style", None):
+        return style
     try:
         arguments = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some built-in functions have none

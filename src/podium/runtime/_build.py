@@ -1,6 +1,7 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
-from podium.reward._contract import bind_options
-from podium.reward._scoring import NamedReward, Scoring
+from podium.reward._classes import bound_reward
+from podium.reward._combine import NamedReward
+from podium.reward._contract import declared_range
+from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
@@ -92,22 +95,60 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
         if choice.name in by_name:
             raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
         by_name[choice.name] = _named_reward(choice)
+    default = [choice.name for choice in settings.reward if choice.format is None]
+    remap = settings.scoring.remap
+    for name in remap.values():
+        _add_named(by_name, name, f"scoring.remap: reward {name!r}")
     combinations = {names for source in data for names in source.reward_choices}
     named_by_rows = {name for names in combinations for name in names}
-    for name in sorted(named_by_rows - set(by_name)):
-        if name not in choices("reward") and ":" not in name:
-            raise InputError(
-                f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}"
-            )
-        by_name[name] = _named_reward(Reward(name=name).resolved("reward", f"reward {name!r}, named by a row"))
-    unused = [] if () in combinations else sorted({choice.name for choice in settings.reward} - named_by_rows)
-    if unused and all_rows:
-        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
-    if () in combinations and not settings.reward:
-        raise InputError("no reward: add a [[reward]] table, or name one in each row")
-    default = [choice.name for choice in settings.reward]
+    for name in sorted(named_by_rows - set(remap)):
+        _add_named(by_name, name, f"{_first_row(data, name)}: reward {name!r}")
+    if all_rows:
+        _refuse_unused(settings, combinations, default)
     limits = (settings.run.prompts_per_step, settings.scoring.max_failed_share, settings.scoring.non_stop_penalty)
-    return Scoring(by_name, default, *limits, _build_workers(settings, by_name, all_rows))
+    workers = _build_workers(settings, by_name, all_rows)
+    scoring = Scoring(by_name, default, *limits, workers, settings.scoring.scale, remap)
+    for names in combinations:
+        if all(reward.format is not None for reward in scoring.rewards_of(names)):
+            raise InputError(_without_task(data, names, by_name))
+    return scoring
+
+
+def _add_named(by_name: dict[str, NamedReward], name: str, where: str) -> None:
+    """A reward without a table of its own, with its defaults."""
+    if name not in by_name:
+        if name not in choices("reward") and ":" not in name:
+            raise InputError(f"{where} is not known; known: {', '.join(choices('reward'))}, or a 'module:object'")
+        by_name[name] = _named_reward(Reward(name=name).resolved("reward", where))
+
+
+def _refuse_unused(settings: Settings, combinations: set[tuple[str, ...]], default: Sequence[str]) -> None:
+    """Tables and names that score no row."""
+    named_by_rows = {name for names in combinations for name in names}
+    for name in settings.scoring.remap:
+        if name not in named_by_rows:
+            raise InputError(f"scoring.remap.{name} has no effect: no row names the reward {name!r}; remove it")
+    used = {settings.scoring.remap.get(name, name) for name in named_by_rows}
+    unused = [] if () in combinations else sorted(set(default) - used)
+    if unused:
+        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
+
+
+def _without_task(data: Sequence[OrderedData], names: Sequence[str], by_name: dict[str, NamedReward]) -> str:
+    """What to say of rows that have format rewards only, or none."""
+    if names:
+        where = f"{_first_row(data, names[0])} names format rewards only"
+        return f"{where}, {', '.join(names)}; name a reward for its answer too"
+    if by_name and all(reward.format is not None for reward in by_name.values()):
+        return f"no reward but for the format, {next(iter(by_name))!r}; add a [[reward]] table without 'format'"
+    return "no reward: add a [[reward]] table, or name one in each row"
+
+
+def _first_row(data: Sequence[OrderedData], name: str) -> str:
+    """The first row that names the reward, for people."""
+    rows = ((number, row) for source in data for number, row in enumerate(source.rows, start=1))
+    number, row = next((number, row) for number, row in rows if name in row.reward)
+    return f"row {number} of {row.source or 'the data'}"
 
 
 def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
@@ -134,11 +175,19 @@ def _named_reward(choice: Reward) -> NamedReward:
             f"reward.name = {choice.name!r}: a worker process cannot import the script that was started; put the "
             f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
         )
+    if inspect.isclass(found) and not hasattr(found, "registered_name"):
+        raise InputError(f'reward.name = {choice.name!r} is a class; put @podium.register_reward("name") on it')
     if refuse := getattr(found, "refuse", None):
         refuse(choice.timeout_s, **choice.options)
-    function = bind_options(found, choice.options)
+    function = bound_reward(found, choice.options)
+    if choice.format == "gate" and math.isinf(declared_range(function)[1]):
+        raise InputError(
+            f"reward {choice.name!r} with format = 'gate': it does not declare its highest value, so when it lets the "
+            "others through is not known; put podium.declare_range(lowest, highest) on it"
+        )
     plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
-    return NamedReward(choice.name, function, choice.weight, choice.timeout_s, plain)
+    weight = 1.0 if choice.weight is None else choice.weight
+    return NamedReward(choice.name, function, weight, choice.timeout_s, plain, choice.format)
 
 
 def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:
