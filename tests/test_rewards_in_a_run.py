@@ -15,6 +15,7 @@ from podium.cli import main
 from podium.lookup import choices
 from podium.reward import _sandbox
 from tests.conftest import small_tables
+from tests.reward.judging import Reply, answer_in, serving, verdict
 
 REWARDS = r'''
 import os, time
@@ -162,6 +163,32 @@ def test_a_format_reward_gates_what_rows_name_and_scale_multiplies(here: Path) -
     for line in lines:
         parts = line["reward_parts"]
         assert line["reward"] == pytest.approx(10 * parts["arithmetic"] * parts["rewards.py:even"])
+
+
+def test_a_judge_scores_a_run_and_its_tokens_are_in_the_metrics(here: Path) -> None:
+    def respond(number: int, text: str) -> Reply:
+        return Reply(status=503) if number == 1 else Reply(verdict(text, len(answer_in(text)) % 11))
+
+    with serving(respond) as server:
+        reward = {"name": "judge", "base_url": server.base_url, "model": "m", "retry_s": 0.01, "price_in": 5.0}
+        assert main(["train", write(here, reward)]) == 0
+    lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    # 4 prompts × 4 rollouts a step, and one request of the first had to be repeated
+    assert [line["reward/judge_requests"] for line in lines] == [17.0, 16.0]
+    assert [line.get("reward/judge_retries") for line in lines] == [1.0, None]
+    assert [line["reward/judge_cost"] for line in lines] == pytest.approx([1600 * 5e-6] * 2)
+    assert len(server.texts) == 33
+    for line in rollouts_of(here):
+        assert line["reward"] == pytest.approx(len(line["text"]) % 11 / 10)
+
+
+def test_what_a_judge_costs_in_an_evaluation_is_told_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda number, text: Reply(verdict(text, 5))) as server:
+        reward = {"name": "judge", "base_url": server.base_url, "model": "m"}
+        held_out = {"data": [{"name": "arithmetic", "split": "held_out", "max_rows": 3}]}
+        assert main(["eval", "embedded", write(here, reward, eval=held_out), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert (metrics["eval/judge_requests"], metrics["eval/judge_tokens_out"]) == (3.0, 60.0)
 
 
 def test_a_list_that_is_too_short_stops_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,8 @@ class Group:
     """Whether the reward is the highest possible; None where no highest is declared."""
     reward_failures: Mapping[str, int] = field(default_factory=dict)
     """What was raised (`reward: error: message`), and how often."""
+    reward_counts: Mapping[str, float] = field(default_factory=dict)
+    """What rewards counted on the way, such as a judge's tokens."""
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
     scoring_s: float = 0.0

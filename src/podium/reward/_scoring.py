@@ -19,6 +19,7 @@ from podium.records import Group
 from podium.reward._calls import call_reward
 from podium.reward._combine import NamedReward, is_correct, total
 from podium.reward._contract import Style, check_value, style_of
+from podium.reward._counts import counting
 from podium.reward._messages import EncodedGroup, Failed, Outcome, encode_group
 from podium.reward._workers import RewardWorkers
 
@@ -90,7 +91,8 @@ class Scoring:
         started = time.monotonic()
         rewards = self.rewards_of(group.prompt.reward)
         encoded = encode_group(group) if any(reward.timeout_s is not None for reward in rewards) else None
-        columns = await asyncio.gather(*(self._outcomes(reward, group, encoded) for reward in rewards))
+        with counting() as counts:
+            columns = await asyncio.gather(*(self._outcomes(reward, group, encoded) for reward in rewards))
         failures: Counter[str] = Counter()
         parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
         for reward, column in zip(rewards, columns, strict=True):
@@ -105,6 +107,7 @@ class Scoring:
             reward_parts=tuple(parts),
             correct=tuple(is_correct(rewards, part, self._scale) for part in parts),
             reward_failures=dict(failures),
+            reward_counts=dict(counts),
             scoring_s=time.monotonic() - started,
         )
         return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
