@@ -308,6 +308,7 @@ def test_a_missing_sandbox_is_refused_before_the_model_is_loaded(
         _sandbox._problem.cache_clear()
 
 
+@pytest.mark.skipif(_sandbox._problem("bubblewrap") is not None, reason="no sandbox here")
 def test_rows_may_name_the_verifiers_of_programs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"prompt": "What is 1 + 2?", "answer": ["assert add(1, 2) == 3"], "reward": "code"},

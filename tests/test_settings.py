@@ -38,7 +38,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "scoring": {"max_failed_share": 0.1, "scale": 1.0, "remap": {}},
         "filter": {"drop_no_signal": True, "truncated": "keep", "refill": False},
         "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
-        "pack": {"max_tokens_per_batch": 16384},
+        "pack": {"shared_prefix": False},
         "loss": {
             "name": "grpo",
             "average": "tokens",
@@ -60,7 +60,6 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "epochs_per_batch": 1,
             "minibatches_per_step": 1,
             "precision": "float32",
-            "gradient_checkpointing": False,
         },
         "sync": {"name": "shared"},
         "checkpoint": {"every": 10, "keep": 3},

@@ -20,11 +20,11 @@ from podium.runtime._build import (
     build_data,
     build_scoring,
     check_retirement,
+    check_rewards,
     check_trainer,
     held_out_data,
     make_engine,
     make_rollout,
-    refuse_rewards,
 )
 from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
@@ -37,7 +37,7 @@ def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
-    refuse_rewards(settings)
+    check_rewards(settings)
     check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)

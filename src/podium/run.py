@@ -19,11 +19,11 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
     build_scoring,
+    check_rewards,
     eval_options,
     held_out_data,
     make_engine,
     make_rollout,
-    refuse_rewards,
 )
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
@@ -83,7 +83,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = settings.resolve()
-    refuse_rewards(settings)
+    check_rewards(settings)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
     held_out = held_out_data(settings, policy, settings.plan)
     assert held_out is not None

@@ -1,7 +1,7 @@
 """Rewards that misbehave in every way we know of. The prompt's answer names the misdeed, a rollout of "bad" does it.
 
-`KINDS` says what each must lead to: "late" and "dead" (killed, the rollout abstains), "raised" (the rollout abstains,
-the worker lives), "breach" (the run stops).
+`KINDS` says what each must lead to: "late", "dead", "full" and "garbled" (the worker ends and the rollout abstains),
+"raised" (the rollout abstains, the worker lives), "breach" (the run stops).
 """
 
 import asyncio
@@ -231,7 +231,7 @@ def interrupts():
     raise KeyboardInterrupt
 
 
-@misdeed("dead")
+@misdeed("garbled")
 def writes_into_every_socket():
     for descriptor in range(3, 64):
         try:
@@ -241,7 +241,7 @@ def writes_into_every_socket():
     time.sleep(600)
 
 
-@misdeed("dead")
+@misdeed("garbled")
 def writes_a_line_that_never_ends():
     for descriptor in range(3, 64):
         try:
@@ -252,7 +252,7 @@ def writes_a_line_that_never_ends():
     time.sleep(600)
 
 
-@misdeed("dead")
+@misdeed("garbled")
 def writes_values_of_other_rollouts():
     for descriptor in range(3, 64):
         try:
@@ -262,7 +262,7 @@ def writes_values_of_other_rollouts():
     time.sleep(600)
 
 
-@misdeed("dead")
+@misdeed("garbled")
 def writes_a_number_that_is_no_text():
     for descriptor in range(3, 64):
         try:
@@ -312,12 +312,12 @@ def recurses():
     return recurses()
 
 
-@misdeed("raised")
+@misdeed("full")
 def takes_all_memory():
     return float(len(bytearray(1 << 40)))
 
 
-@misdeed("raised")
+@misdeed("full")
 def takes_memory_bit_by_bit():
     hoard = []
     while True:
@@ -421,6 +421,14 @@ def untidy(prompt: Prompt, rollout: Rollout) -> float:
     sys.path.insert(0, "/nowhere")
     print("noise on standard output")
     return float(found_clean)
+
+
+HOARD: list[bytearray] = []
+
+
+def leaks(prompt: Prompt, rollout: Rollout) -> float:
+    HOARD.append(bytearray(100 << 20))
+    return 1.0
 
 
 def process_number(prompt: Prompt, rollout: Rollout) -> float:

@@ -11,9 +11,11 @@ import pytest
 
 from podium.errors import InputError
 from podium.reward._program import last_fenced_block
+from podium.reward._sandbox import _problem
 from podium.reward.code import code
 from tests.builders import make_prompt, make_rollout
 
+pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]
 

@@ -3,9 +3,11 @@ from typing import Any
 
 import pytest
 
+from podium.reward._sandbox import _problem
 from podium.reward.code_stdio import code_stdio, is_same
 from tests.builders import make_prompt, make_rollout
 
+pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
 CASES = [{"input": "1 2\n", "output": "3\n"}, {"input": "20 22", "output": "42"}]
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 

@@ -71,7 +71,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 CORPUS: list[tuple[Style, str]] = [
     *(("each", name) for name in KINDS),
-    *(("together", name) for name, kind in KINDS.items() if kind in ("dead", "raised")),
+    *(("together", name) for name, kind in KINDS.items() if kind in ("dead", "full", "garbled", "raised")),
     ("together", "sleeps"),
     ("together", "returns nan"),
     ("batched", "sleeps"),
@@ -123,7 +123,9 @@ def expected_kind(name: str) -> str:
 
 REASONS = {
     "late": r"timeout after 0\.4 s",
-    "dead": r"its process (exited with code \d+|was killed by SIG\w+|died)|its processor time was used up",
+    "dead": r"its process (exited with code \d+|was killed by SIG\w+)|its processor time was used up",
+    "full": r"its process ran out of memory, see scoring.worker_memory_mb",
+    "garbled": r"its process sent what no reward returns",
     "raised": r"\w+(: .*)?",
 }
 
@@ -207,10 +209,30 @@ def test_what_a_reward_draws_depends_on_the_prompt_and_not_on_the_worker() -> No
     assert first != other
 
 
+def test_a_driver_that_was_held_up_does_not_call_its_rewards_late() -> None:
+    name = f"{HOSTILE}:process_number"  # takes 0.2 s
+
+    async def use(workers: RewardWorkers) -> list[Outcome]:
+        group = encode_group(group_of(["a"]))
+        await workers.score(name, "each", 5.0, group)
+        scoring = asyncio.create_task(workers.score(name, "each", LIMIT_S, group))
+        await asyncio.sleep(0.05)
+        time.sleep(2 * LIMIT_S)  # the event loop sees answer and deadline at the same moment
+        return await scoring
+
+    (outcome,) = run(workers_for(name), use)
+    assert isinstance(outcome, float)
+
+
 def test_a_worker_that_died_is_given_the_call_once_more(tmp_path: Path) -> None:
     """The cause may have been outside: the kernel short of memory, an administrator."""
     assert score(f"{HOSTILE}:dies_once", group_of(["a", "b"], answer=str(tmp_path / "done"))) == [1.0, 1.0]
     assert (tmp_path / "done").exists()
+
+
+def test_a_reward_that_leaks_memory_is_scored_by_ever_fresh_workers() -> None:
+    """100 MB a call with 512 MB allowed: the fifth or so no longer fits beside the others, but does alone."""
+    assert score(f"{HOSTILE}:leaks", group_of(["a"] * 12)) == [1.0] * 12
 
 
 def test_the_pool_recovers_when_the_template_is_killed(tmp_path: Path) -> None:
@@ -257,6 +279,29 @@ def test_no_process_is_left_when_the_driver_is_killed(misdeed: str) -> None:
         assert all(is_alive(pid) for pid in pids)
         driver.kill()
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+IMPORTER = """
+import asyncio, os, sys
+from tests.reward.test_workers import encode_group, group_of, workers_for
+
+async def main():
+    print(os.getpid(), flush=True)
+    await workers_for(sys.argv[1]).score(sys.argv[1], "each", 5.0, encode_group(group_of(["a"])))
+
+asyncio.run(main())
+"""
+
+
+def test_a_reward_that_hangs_while_it_is_imported_does_not_outlive_the_driver(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    reward = tmp_path / "endless.py"
+    reward.write_text(f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    with subprocess.Popen([sys.executable, "-c", IMPORTER, f"{reward}:f"], stdout=subprocess.PIPE) as driver:
+        assert wait_until(lambda: mark.exists() and mark.read_text() != "", 30)
+        assert is_alive(int(mark.read_text()))
+        driver.kill()
+    assert wait_until(lambda: not is_alive(int(mark.read_text())))
 
 
 def test_close_ends_every_process() -> None:

@@ -1,4 +1,4 @@
-"""Two promises that only the Linux kernel can keep: to die with one's parent, and to be told of orphans."""
+"""Promises that only the Linux kernel can keep: to die with one's parent, and to be given orphans."""
 
 import ctypes
 import os
@@ -9,10 +9,15 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Called in a forked child: it is killed as soon as the process that forked it ends, however that ends."""
+    """The process is killed as soon as the thread that started it ends, however that ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the promise was made
         os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Takes that back."""
+    _prctl(PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:

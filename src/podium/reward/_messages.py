@@ -20,6 +20,8 @@ NUMBERS = (("token_ids", "q"), ("rollout_logprobs", "d"), ("loss_mask", "B"))
 """Fields of a rollout that have one entry a token, with their type codes."""
 MAX_LINE = 1 << 16
 MAX_REASON = 1000
+OUT_OF_MEMORY = 77
+"""Exit code of a worker that gives up because it is full."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,14 +18,21 @@ START_S = 120.0
 BURIAL_S = 10.0
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Workers share the cores between them; and a process without other threads forks safely."""
-BOOT = "import sys; sys.path[:] = {path!r}; from podium.reward._worker_process import main; main({control})"
+BOOT = """
+import json, os, sys
+given = json.load(sys.stdin)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+sys.path[:] = given["path"]
+from podium.reward._worker_process import main
+main(given)
+"""
 
 
 class Template:
     """Started when the first worker is needed, and again should it die."""
 
     def __init__(self, recipes: Sequence[Mapping[str, Any]], memory_mb: int) -> None:
-        self._given = json.dumps({"rewards": list(recipes), "memory_mb": memory_mb}).encode()
+        self._recipes, self._memory_mb = list(recipes), memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting, self._burying = asyncio.Lock(), asyncio.Lock()
@@ -40,17 +48,18 @@ class Template:
 
     async def bury(self, pid: int) -> int | None:
         """The exit status of a killed or dead worker, negative for a signal; None if the template died too."""
-        loop = asyncio.get_running_loop()
+        loop, control = asyncio.get_running_loop(), self._control
+        if control is None:
+            return None
         async with self._burying:
             try:
-                assert self._control is not None
-                await loop.sock_sendall(self._control, str(pid).encode())
                 async with asyncio.timeout(BURIAL_S):
+                    await loop.sock_sendall(control, str(pid).encode())
                     while True:
-                        answer = json.loads(await loop.sock_recv(self._control, 64))
-                        if answer[0] == pid:
-                            return answer[1]
-            except (OSError, ValueError, AssertionError):
+                        buried, status = json.loads(await loop.sock_recv(control, 64))
+                        if buried == pid:
+                            return status
+            except (OSError, ValueError):
                 return None
 
     def close(self) -> None:
@@ -75,11 +84,14 @@ class Template:
     async def _start(self) -> socket.socket:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mine.setblocking(False)
-        boot = BOOT.format(path=sys.path, control=theirs.fileno())
-        with theirs:
+        given = {"driver": os.getpid(), "control": theirs.fileno(), "path": sys.path}
+        given |= {"rewards": self._recipes, "memory_mb": self._memory_mb}
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(json.dumps(given).encode())
+            file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", boot],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-c", BOOT],
+                stdin=file,
                 stdout=2,  # a reward's prints must not mix with the run's own output
                 pass_fds=[theirs.fileno()],
                 env=os.environ | ONE_THREAD,
@@ -97,11 +109,9 @@ class Template:
 
     async def _greeted(self, control: socket.socket) -> str | None:
         """What is wrong with the rewards, if anything."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_S):
-                await loop.sock_sendall(control, self._given)
-                answer = await loop.sock_recv(control, 4096)
+                answer = await asyncio.get_running_loop().sock_recv(control, 4096)
         except TimeoutError:
             return f"importing the rewards took more than {START_S:g} s"
         except OSError:

@@ -24,8 +24,8 @@ from podium.lookup import find, validate_options
 from podium.reward._calls import call_reward
 from podium.reward._classes import Normalised, bound_reward
 from podium.reward._contract import Style, style_of
-from podium.reward._death import adopt_orphans, die_with_parent
-from podium.reward._messages import Outcome, decode, encode_outcome
+from podium.reward._death import adopt_orphans, die_with_parent, outlive_parent
+from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
 
 MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 512
@@ -43,17 +43,18 @@ class Loaded:
     style: Style
 
 
-def main(control_fd: int) -> None:
+def main(given: Mapping[str, Any]) -> None:
     """The template: imports the rewards, says so, then forks and buries workers until the driver is gone."""
-    control = socket.socket(fileno=control_fd)
-    given = json.loads(control.recv(1 << 20))
+    die_with_parent(given["driver"])  # an import may take for ever
+    control = socket.socket(fileno=given["control"])
     try:
         rewards = {recipe["name"]: _load(recipe) for recipe in given["rewards"]}
     except BaseException as error:  # whatever user code raises while it is imported
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode())
         return
+    outlive_parent()  # from now on it notices by itself, and cleans up
     control.send(b'{"error": null}')
-    Template(control, rewards, given["memory_mb"]).serve()
+    Template(control, rewards, given["memory_mb"]).serve(given["driver"])
 
 
 def _load(recipe: Mapping[str, Any]) -> Loaded:
@@ -73,8 +74,7 @@ class Template:
         self._max_tasks = _tasks_of_user() + MAX_MORE_TASKS
         self._workers: set[int] = set()
 
-    def serve(self) -> None:
-        driver = os.getppid()
+    def serve(self, driver: int) -> None:
         adopt_orphans()
         self._control.settimeout(1.0)  # the socket may have been inherited by another child of a driver that is gone
         while os.getppid() == driver:
@@ -162,7 +162,6 @@ class Worker:
 
     def serve(self) -> None:
         os.set_blocking(self._descriptor, True)
-        os.dup2(2, 1)  # what a reward prints must not mix with the run's own output
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         self._write(json.dumps(self._pid).encode() + b"\n")
@@ -182,6 +181,8 @@ class Worker:
     def _report(self, index: int, outcome: Outcome) -> None:
         if os.getpid() != self._pid:  # the reward forked, and the child returned as well
             os._exit(1)
+        if isinstance(outcome, Failed) and outcome.reason.startswith("MemoryError"):
+            os._exit(OUT_OF_MEMORY)  # perhaps calls before this one filled it: a fresh worker tells
         self._write(encode_outcome(index, outcome))
 
     def _read(self, count: int) -> bytes:

@@ -162,7 +162,7 @@ def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) ->
         )
 
 
-def refuse_rewards(settings: Settings) -> None:
+def check_rewards(settings: Settings) -> None:
     """Rewards that could not run here are an error before the model is loaded."""
     for choice in settings.reward:
         _named_reward(choice)
