@@ -12,7 +12,7 @@ from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
     from podium.reward._classes import register_reward
-    from podium.reward._contract import declare_range, runs_inline
+    from podium.reward._contract import declare_range, gold_answer, runs_inline
     from podium.run import evaluate, train
     from podium.settings import Settings
 
@@ -28,6 +28,7 @@ __all__ = [
     "Settings",
     "declare_range",
     "evaluate",
+    "gold_answer",
     "register_reward",
     "runs_inline",
     "train",
@@ -37,6 +38,7 @@ _LAZY = {
     "Settings": "podium.settings",
     "declare_range": "podium.reward._contract",
     "evaluate": "podium.run",
+    "gold_answer": "podium.reward._contract",
     "register_reward": "podium.reward._classes",
     "runs_inline": "podium.reward._contract",
     "train": "podium.run",

@@ -11,7 +11,7 @@ from podium.records import Prompt
 
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["each", "together", "batched"]
-MARKS = ("min_value", "max_value", "runs_inline", "refuse")
+MARKS = ("min_value", "max_value", "runs_inline", "refuse", "gold")
 """Attributes of a reward function that say more of it than its signature."""
 
 
@@ -39,6 +39,27 @@ def refuses(check: Callable[..., None]) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def gold_answer(write: Callable[[Prompt], str | None] | str) -> Callable[[F], F]:
+    """Decorator for `podium check --rewards`: how a row's answer is written to earn the highest value.
+
+    A function of the prompt, which returns None where the row does not tell; or a text that says why nothing can.
+    Without it the answer's own text is taken.
+    """
+
+    def mark(function: F) -> F:
+        function.gold = write  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def answer_text(prompt: Prompt) -> str | None:
+    """The answer as it stands, the first one of several; None where it is no text or number."""
+    answer = prompt.answer[0] if isinstance(prompt.answer, list) and prompt.answer else prompt.answer
+    is_plain = isinstance(answer, (str, int, float)) and not isinstance(answer, bool)
+    return str(answer) if is_plain else None
 
 
 def bind_options(function: Any, options: Mapping[str, Any]) -> Any:

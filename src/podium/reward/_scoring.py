@@ -112,6 +112,10 @@ class Scoring:
         )
         return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
 
+    async def try_reward(self, reward: NamedReward, group: Group) -> list[Outcome]:
+        """What one reward alone makes of each rollout; a breach of contract is raised."""
+        return await self._outcomes(reward, group, None if reward.timeout_s is None else encode_group(group))
+
     async def _outcomes(self, reward: NamedReward, group: Group, encoded: EncodedGroup | None) -> list[Outcome]:
         """One a rollout."""
         style = self._styles[reward.name]

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, runs_inline
+from podium.reward._contract import declare_range, gold_answer, runs_inline
 
 MARKER = "####"
 INTEGER = r"-?(?<!\d)\d++(?!\.\d)"
@@ -19,6 +19,7 @@ INTEGER = r"-?(?<!\d)\d++(?!\.\d)"
 
 
 @runs_inline
+@gold_answer(lambda prompt: f"{MARKER} {prompt.answer}")
 @declare_range(0.0, 1.2)
 def arithmetic(
     prompt: Prompt,

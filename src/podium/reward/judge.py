@@ -53,6 +53,7 @@ class Judge:
 
     min_value, max_value = 0.0, 1.0
     runs_inline = True
+    gold = "a model decides what is best"
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class Rubric:
 
     min_value, max_value = 0.0, 1.0
     runs_inline = True
+    gold = "a model decides what is best"
 
     def __init__(
         self,
