@@ -63,6 +63,7 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         ("1.414214", r"\sqrt{2}"),
         ("0.0000001", "10^{-7}"),
         ("1,234.5", "1234.5"),
+        ("0.841471", r"\sin 1"),
     ],
     "percent": [
         (r"50\%", "50%"),
@@ -138,6 +139,7 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         ("(x-1)(x+1)", "x^2-1"),
         ("2x+1", "1+2x"),
         ("ab", "ba"),
+        ("2 m", "2m"),  # a variable
         ("a b", "ab"),
         (r"\frac{x}{2}", "0.5x"),
         (r"2 \cdot x", "2x"),
@@ -298,6 +300,8 @@ UNEQUAL: dict[str, list[tuple[str, str]]] = {
         ("", "5"),
         ("x", "5"),
         ("5x", "5"),
+        ("5 x y", "5"),
+        ("xyz", "xy"),
     ],
     "equations and inequalities": [
         ("x=5", "6"),

@@ -13,7 +13,7 @@ from typing import Any
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from podium.reward._math_form import Form, is_known, tidy, without_thousands
+from podium.reward._math_form import Form, is_known, squeezed, tidy, without_thousands
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
@@ -31,23 +31,21 @@ MAX_FUNCTIONS = 6
 MAX_LIST = 60
 MAX_FACTORIAL = 999
 MAX_EXPONENT = 9999
-MAX_SYMBOLIC_EXPONENT = 60  # where letters are about
+MAX_SYMBOLIC_EXPONENT = 30  # where letters are about
 MAX_DEGREE = 6  # of an equation, which is solved
 MAX_EXPANSION = 12  # exponents of brackets with letters or roots in them, all together
 
-FUNCTIONS = 8
-MAX_LIST = 60
-MAX_EXPONENT = 9999
-MAX_SYMBOLIC_EXPONENT = 60  # where letters are about
-MAX_SYMBOLIC_EXPONENT = 20
-MAX_FACTORIAL = 999
-"""What sympy is given at most."""
-
-FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp|sqrt|max|min|gcd|lcm|mod|det"
+TRANSCENDENT = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp"
+FUNCTIONS = TRANSCENDENT + "|sqrt|max|min|gcd|lcm|mod|det"
 WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
 ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[clr|]+\})?")
 COSTLY = re.compile(r"\\(?:sum|prod|i*int|oint|lim|bigcup|bigcap)(?![A-Za-z])")
 POWER = re.compile(r"\^\s*(\{(?:[^{}]|\{[^{}]*\})*\}|\(?-?[0-9]+|.?)", re.DOTALL)
+BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*(?:\{[0-9]{1,4}\}\s*\{[0-9]{1,4}\}|\{[a-z]\}\s*\{[a-z]\}))")
+NUMERIC = re.compile(r"\\(?:frac|times|cdot)(?![A-Za-z])")
+FUNCTION = re.compile(rf"(?:{FUNCTIONS})(?![A-Za-z])")
+GROWING = re.compile(rf"(?:{TRANSCENDENT})(?![A-Za-z])")
+LARGE = re.compile(r"(?<![0-9.])[0-9]{5}|[0-9]\s*[\^!]")
 AMBIGUOUS = re.compile(r"(?<!_)[0-9]\s+[0-9]|[0-9]\s*_")
 """`1 2`, which math-verify adds up, and numbers in another base, whose base it drops."""
 
@@ -55,9 +53,9 @@ AMBIGUOUS = re.compile(r"(?<!_)[0-9]\s+[0-9]|[0-9]\s*_")
 def same_answer(given: str, expected: str) -> bool:
     """Whether `given` is what `expected` is."""
     mine, wanted = tidy(given), tidy(expected)
-    if not mine.squeezed or _units_differ(mine, wanted):
+    if not mine.text or _units_differ(mine, wanted):
         return False
-    if mine.squeezed == wanted.squeezed:
+    if squeezed(mine.whole) == squeezed(wanted.whole) or squeezed(mine.text) == squeezed(wanted.text):
         return True
     one, other = without_thousands(mine.text), without_thousands(wanted.text)
     if one.endswith("%") != other.endswith("%") and _equal(one.rstrip("%"), other.rstrip("%")):
@@ -69,8 +67,9 @@ def _equal(given: str, expected: str) -> bool:
     """By math-verify, where both are for it."""
     if given == expected:
         return True
-    if not (_is_for_sympy(given) and _is_for_sympy(expected)):
-        return False
+    both = given, expected
+    if not all(map(_is_for_sympy, both)) or (any(map(GROWING.search, both)) and any(map(_is_large, both))):
+        return False  # beside a logarithm sympy raises its base to a large number
     return verify(
         _parsed(expected),
         _parsed(given),
@@ -88,7 +87,7 @@ def _units_differ(one: Form, other: Form) -> bool:
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> list[Any]:
     """What math-verify makes of the text; a group's rollouts share their expected answer."""
-    return parse(rf"\boxed{{{text}}}", [READING], fallback_mode="no_fallback", parsing_timeout=None)
+    return parse(rf"\boxed{{{text}}}", [READING], fallback_mode="no_fallback", parsing_timeout=0)
 
 
 def _decimals(text: str) -> int:
@@ -102,13 +101,22 @@ def _is_for_sympy(text: str) -> bool:
     plain = ENVIRONMENT.sub("", text)
     return (
         len(text) <= MAX_CHARACTERS
-        and not (WORD.search(plain) or AMBIGUOUS.search(plain) or COSTLY.search(text))
+        and not any(each.search(plain) for each in (WORD, AMBIGUOUS, COSTLY, BINOMIAL))
         and text.count(",") <= MAX_LIST
-        and len(re.findall(rf"(?:{FUNCTIONS})(?![A-Za-z])", text)) <= MAX_FUNCTIONS
+        and len(FUNCTION.findall(text)) <= MAX_FUNCTIONS
         and _is_shallow(text)
         and _powers_are_small(text)
         and all(_is_small_factorial(text[: match.start()]) for match in re.finditer("!", text))
     )
+
+
+def _is_large(text: str) -> bool:
+    """Whether it has a large number, or is one by its powers."""
+    return LARGE.search(text) is not None or ("^" in text and not _has_letters(text))
+
+
+def _has_letters(text: str) -> bool:
+    return re.search("[A-Za-z]", NUMERIC.sub("", text)) is not None
 
 
 def _is_shallow(text: str) -> bool:
@@ -122,18 +130,18 @@ def _is_shallow(text: str) -> bool:
 
 
 def _powers_are_small(text: str) -> bool:
-    """No number to a power in an exponent, no large exponent, and no long expansion."""
+    """No power to a power, no large exponent, and no long expansion."""
     largest, expansion = MAX_EXPONENT, 0
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z]", text):
+    if _has_letters(text):
         largest = MAX_SYMBOLIC_EXPONENT
     if re.search(r"[=<>]|\\[lgn]e(?![A-Za-z])", text):
         largest = MAX_DEGREE
     for match in POWER.finditer(text):
         exponent, before = match[1], text[: match.start()].rstrip()
-        if re.search(r"[0-9)}]\s*\^|!", exponent):
+        if re.search(r"[0-9)}]\s*\^|!", exponent) or re.search(r"\^\s*\{?[0-9]+\}?\s*\)$", before):
             return False
         size = max((int(number[:9]) for number in re.findall("[0-9]+", exponent)), default=1)
-        if before.endswith((")", "}", "]")) and re.search("[A-Za-z!]", before.replace(r"\frac", "")):
+        if before.endswith((")", "}", "]")) and re.search("[A-Za-z!]", NUMERIC.sub("", before)):
             expansion += size
         if size > largest or expansion > MAX_EXPANSION:
             return False
@@ -143,8 +151,8 @@ def _powers_are_small(text: str) -> bool:
 def _is_small_factorial(before: str) -> bool:
     """Whether what stands before a `!` is a letter, a small number or a bracket with nothing large in it."""
     before = before.rstrip()
-    if number := re.search(r"[0-9]+$", before):
-        return int(number[0][:9]) <= MAX_FACTORIAL
+    if number := re.search(r"(\^\s*)?([0-9]+)$", before):
+        return number[1] is None and int(number[2][:9]) <= MAX_FACTORIAL
     if before.endswith((")", "}")):
         return not re.search(r"[0-9]{3}|\^|!", before)
-    return before[-1:].isalpha()
+    return re.search(r"(?<![\\A-Za-z])[A-Za-z]$", before) is not None

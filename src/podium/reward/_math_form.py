@@ -51,7 +51,8 @@ UNITS = {
     "mm": "millimeter, millimetre", "cm": "centimeter, centimetre", "m": "meter, metre", "km": "kilometer, kilometre",
     "in": "inch, inches", "ft": "foot, feet", "yd": "yard", "mi": "mile",
     "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound, lbs", "oz": "ounce",
-    "s": "second, sec", "min": "minute", "h": "hour, hr", "day": "", "week": "", "month": "", "year": "yr",
+    "ms": "millisecond", "s": "second, sec", "min": "minute", "h": "hour, hr", "day": "", "week": "", "month": "",
+    "year": "yr",
     "ml": "milliliter, millilitre", "l": "liter, litre", "mph": "miles per hour",
     "km/h": "kilometers per hour, kilometres per hour, kmh, kph", "m/s": "meters per second, metres per second",
     "degree": "deg", "radian": "rad", "dollar": "usd", "cent": "", "euro": "",
@@ -67,15 +68,11 @@ NO_UNITS = re.compile(r"\\|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?\b|log|ln|exp|sq
 class Form:
     """A tidy answer."""
 
+    whole: str
     text: str
+    """Without its unit."""
     unit: str | None
     """A known unit such as `cm` or `m2`, an unknown one as it is written, or None."""
-
-    @property
-    def squeezed(self) -> str:
-        """For comparison as text: small letters, no white space but between digits; `(A)` is `A`."""
-        text = re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", self.text).lower()
-        return re.sub(r"^\(([a-z])\)$", r"\1", text)
 
 
 def tidy(answer: str) -> Form:
@@ -83,11 +80,22 @@ def tidy(answer: str) -> Form:
     answer = answer.translate(SIGNS)
     for pattern, replacement in REWRITES:
         answer = pattern.sub(replacement, answer)
-    answer, unit = _without_unit(_trimmed(answer))
-    while answer != (unwrapped := WRAPPER.sub(r" \1 ", answer)):
-        answer = unwrapped
-    answer = re.sub(r"\s*,?\s*\b(?:and|or)\b\s*", ",", answer)
-    return Form(_trimmed(answer), unit)
+    whole = _trimmed(answer)
+    quantity, unit = _without_unit(whole)
+    return Form(_without_wrappers(whole), _without_wrappers(quantity), unit)
+
+
+def squeezed(text: str) -> str:
+    """For comparison as text: small letters, no white space but between digits; `(A)` is `A`."""
+    text = re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text).lower()
+    return re.sub(r"^\(([a-z])\)$", r"\1", text)
+
+
+def _without_wrappers(text: str) -> str:
+    r"""Words without their `\text{…}`, and commas for `and` and `or`."""
+    while text != (unwrapped := WRAPPER.sub(r" \1 ", text)):
+        text = unwrapped
+    return _trimmed(re.sub(r"\s*,?\s*\b(?:and|or)\b\s*", ",", text))
 
 
 def without_thousands(text: str) -> str:
@@ -118,7 +126,8 @@ def _without_unit(text: str) -> tuple[str, str | None]:
         if r"\circ" in words:
             return quantity, "degree"
         unit = _unit(words, power)
-        if (is_known(unit) and (space or len(words) > 1)) or (space and len(words) > 2):
+        is_word = re.match("[A-Za-z]{3}", words) is not None and words.count(" ") <= 2
+        if (is_known(unit) and (space or len(words) > 1)) or (space and is_word):
             return quantity, unit
     return text, None
 

@@ -14,7 +14,7 @@ def expected_answer(answer: Any) -> str:
     text = answer_as_text(answer)
     boxed = last_boxed(text)
     found = usable(text if boxed is None else boxed)
-    if found is None or not tidy(found).squeezed:
+    if found is None or not tidy(found).text:
         raise InputError(f"the answer must have 1 to {MAX_CHARACTERS} characters, not {answer!r:.60}")
     return found
 
