@@ -20,6 +20,7 @@ from tests.builders import make_prompt, make_rollout
         ("<answer>17</answer> no, <answer>18</answer>", "18", 1),
         ("<answer>17 <answer>18</answer>", "18", 1),
         ("<answer>18</answer> or <answer>17", "18", 1),  # the second block is not closed
+        ("<answer>18</answer> 17</answer>", "18", 1),  # the second end has no beginning
         ("<answer>18</answer>", "Nine and nine.\n<answer>18</answer>", 1),
         ("18", "18", 0),
         ("", "18", 0),

@@ -38,6 +38,8 @@ def score(text: str, answer: object = "18") -> float:
         ("18", "2 * 9 = <<2*9=18>>18\n#### 18", 1),
         ("18", "$18", 1),
         ("18", 18.0, 1),
+        ("18", "#### 18 (2 of 9)", 1),  # the number right after the marker
+        ("18", "2 of 9 are 18", 1),  # without a marker the last one
         ("17, no: 18", "18", 1),
         # wrong
         ("18, no: 17", "18", 0),
