@@ -186,7 +186,20 @@ BROKEN_ROWS = {
     "empty file": ("\n\n", r"data: the sources hold no rows; give a file or a split that has some"),
     "unknown reward": (
         '{"prompt": "a", "reward": "nope"}\n',
-        r"a row names the reward 'nope', which is not known; known: arithmetic, exact",
+        r"a row names the reward 'nope', which is not known; known: answer_tag, arithmetic, exact, .*",
+    ),
+    "answers that their rewards cannot use": (
+        '{"prompt": "a", "answer": "85"}\n{"prompt": "b", "answer": "many"}\n'
+        '{"prompt": "c", "reward": ["exact", "gsm8k"], "answer": "many"}\n'
+        '{"prompt": "d", "reward": "ifeval", "answer": {"func_name": "verify_nothing"}}\n',
+        r"3 answers cannot be used; mend or remove the rows:\n"
+        r"  row 2 of jsonl, reward 'arithmetic': the answer must hold one integer, not 'many'\n"
+        r"  row 3 of jsonl, reward 'gsm8k': no number in the answer 'many'; .*\n"
+        r"  row 4 of jsonl, reward 'ifeval': 'verify_nothing' is not known; known: verify_keywords, .*",
+    ),
+    "many answers that cannot be used": (
+        '{"prompt": "a", "answer": "none"}\n' * 23,
+        r"23 answers cannot be used; mend or remove the rows:\n(  row .*\n){20}  and 3 more",
     ),
     "reward that no row uses": (
         '{"prompt": "a", "reward": "exact"}\n',
@@ -201,7 +214,7 @@ def test_broken_data_is_told_before_anything_is_written(
 ) -> None:
     (here / "rows.jsonl").write_text(rows)
     (here / "data.toml").write_text(
-        SETTINGS.replace('name = "arithmetic"\nmax_rows', 'name = "jsonl"\npath = "rows.jsonl"\nmax_rows')
+        SETTINGS.replace('name = "arithmetic"\nmax_rows = 8', 'name = "jsonl"\npath = "rows.jsonl"')
     )
     assert re.fullmatch(message, refused(here, capsys, "train", "data.toml"))
 
@@ -344,6 +357,31 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_leaves_the_run_as_it_was(
 def test_check_refuses_what_train_would_refuse(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "broken.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'none.jsonl'\n")
     assert refused(here, capsys, "check", "broken.toml") == "data.path = 'none.jsonl': no such file"
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_held_out_answers_are_checked_too(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "What is 10 + 38?", "answer": "48"}\n{"prompt": "And so?"}\n')
+    (here / "eval.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'rows.jsonl'\n")
+    assert refused(here, capsys, command, "eval.toml") == (
+        "1 answers cannot be used; mend or remove the rows:\n"
+        "  row 2 of jsonl, reward 'arithmetic': the answer must be a text or a number, not None"
+    )
+
+
+def test_a_reward_of_ones_own_may_check_answers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text(
+        "import podium\n\n\n"
+        "def check(row):\n    if int(row.answer) > 50:\n        raise ValueError('too large')\n\n\n"
+        "@podium.checks_answer(check)\n"
+        "def mine(prompt, rollout, *, scale: float = 1.0):\n    return scale\n"
+    )
+    (here / "rows.jsonl").write_text('{"prompt": "a", "answer": "48"}\n{"prompt": "b", "answer": "85"}\n')
+    settings = SETTINGS.replace('name = "arithmetic"\nmax_rows', 'name = "jsonl"\npath = "rows.jsonl"\nmax_rows')
+    (here / "own.toml").write_text(
+        settings.replace('[[reward]]\nname = "arithmetic"', "[[reward]]\nname = 'mine.py:mine'")
+    )
+    assert refused(here, capsys, "train", "own.toml").endswith("  row 2 of jsonl, reward 'mine.py:mine': too large")
 
 
 def test_a_run_whose_held_out_rows_name_their_own_reward_can_be_evaluated(here: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
-    from podium.reward._contract import declare_range
+    from podium.reward._contract import checks_answer, declare_range
     from podium.run import evaluate, train
     from podium.settings import Settings
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "evaluate", "train"]
+__all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "checks_answer", "declare_range", "evaluate", "train"]
 
 _LAZY = {
     "Settings": "podium.settings",
+    "checks_answer": "podium.reward._contract",
     "declare_range": "podium.reward._contract",
     "evaluate": "podium.run",
     "train": "podium.run",

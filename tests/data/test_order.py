@@ -251,6 +251,13 @@ def test_reward_choices_are_every_combination_that_rows_name() -> None:
     assert data.reward_choices == {(), ("x",), ("x", "y")}
 
 
+def test_rows_are_all_that_there_are_in_their_order() -> None:
+    rows = [Row.from_text("a"), Row.from_text("too long"), Row.from_text("b")]
+    data = OrderedData(rows, [5] * 3, CharacterTokenizer(), Plan(1, 1, 2), 7)
+    assert data.is_kept == [True, False, True]
+    assert list(data.rows) == rows
+
+
 def fingerprint(*rows: Row, system: str | None = None, seed: int = 0) -> str:
     return OrderedData(rows, [99] * len(rows), CharacterTokenizer(), Plan(1, 1, 2), seed, system).fingerprint
 

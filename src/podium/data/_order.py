@@ -55,6 +55,11 @@ class OrderedData:
         return [len(ids) for ids, kept in zip(self._ids, self.is_kept, strict=True) if kept]
 
     @property
+    def rows(self) -> Sequence[Row]:
+        """Every row, the dropped ones too, in the order of the sources."""
+        return self._rows
+
+    @property
     def reward_choices(self) -> set[tuple[str, ...]]:
         """Every combination of rewards that a row names; () where it names none."""
         return {tuple(row.reward) for row in self._rows}

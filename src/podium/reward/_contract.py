@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from podium.errors import RewardContractError
-from podium.records import Prompt
+from podium.records import Prompt, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,6 +24,19 @@ def declare_range(min_value: float, max_value: float) -> Callable[[F], F]:
 def declared_range(function: Any) -> tuple[float, float]:
     """The declared range; without one, everything finite."""
     return getattr(function, "min_value", -math.inf), getattr(function, "max_value", math.inf)
+
+
+def checks_answer(check: Callable[[Row], None]) -> Callable[[F], F]:
+    """Decorator: `check` raises an `InputError` where the reward could not use the answer of a row.
+
+    It sees every row before the run starts: a label that nothing can match is found there, and is not a score of 0.
+    """
+
+    def mark(function: F) -> F:
+        function.check_answer = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float | None:

@@ -10,13 +10,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range
+from podium.reward._numbers import expected_integer, numbers_in
 
 MARKER = "####"
-INTEGER = r"-?\d+(?!\.?\d)"
+INTEGER = r"-?[0-9]+(?!\.?[0-9])"
 
 
+def check(row: Row) -> None:
+    """The row's answer is an integer."""
+    expected_integer(row.answer)
+
+
+@checks_answer(check)
 @declare_range(0.0, 1.2)
 def arithmetic(
     prompt: Prompt,
@@ -34,4 +41,4 @@ def arithmetic(
 
 
 def _same(found: str, answer: object) -> bool:
-    return int(found) == int(str(answer))
+    return list(numbers_in(found)) == [expected_integer(answer)]

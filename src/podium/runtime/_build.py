@@ -1,7 +1,7 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,9 @@ from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
 from podium.trainer._optimizer import check_optimizer
+
+SHOWN = 20
+"""Unusable answers that the message lists."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     if () in combinations and not settings.reward:
         raise InputError("no reward: add a [[reward]] table, or name one in each row")
     default = [choice.name for choice in settings.reward]
+    check_answers(by_name, default, data)
     limits = settings.scoring
     return Scoring(by_name, default, settings.run.prompts_per_step, limits.max_failed_share, limits.non_stop_penalty)
 
@@ -119,10 +123,30 @@ def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) ->
         )
 
 
+def check_answers(by_name: Mapping[str, NamedReward], default: Sequence[str], data: Sequence[OrderedData]) -> None:
+    """Lets each reward look at the answers of its rows; names every row that it cannot use."""
+    complaints = []
+    for source in data:
+        for number, row in enumerate(source.rows, start=1):
+            for name in row.reward or default:
+                try:
+                    getattr(by_name[name].function, "check_answer", _any_answer)(row)
+                except (ValueError, TypeError) as error:
+                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {name!r}: {error}")
+    if complaints:
+        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
+        listing = "\n".join(complaints[:SHOWN])
+        raise InputError(f"{len(complaints)} answers cannot be used; mend or remove the rows:\n{listing}{more}")
+
+
+def _any_answer(row: Row) -> None:
+    """For rewards that say nothing of the answers that they need."""
+
+
 def bind_options(function: Any, options: dict[str, Any]) -> Any:
-    """The reward with its options bound; the declared range stays on it."""
+    """The reward with its options bound; the declared range and the check of answers stay on it."""
     bound = partial(function, **options)
-    for name in ("min_value", "max_value"):
+    for name in ("min_value", "max_value", "check_answer"):
         if hasattr(function, name):
             setattr(bound, name, getattr(function, name))
     return bound
