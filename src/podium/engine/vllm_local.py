@@ -1,8 +1,8 @@
 """vLLM in this process: the base model is loaded once and stays warm, new weights reach it in memory.
 
-In: requests. Out: answers as they become whole, in any order. Under LoRA every request carries the adapter of the current
-policy version (id = version + 1; vLLM keeps the base untouched and drops old adapters); full weights go through vLLM's
-own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from. The prefix cache is
+In: requests. Out: answers as they become whole, in any order. Under LoRA every request carries the adapter of the
+current policy version (id = version + 1; the base stays untouched, old adapters are dropped); full weights go through
+vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from. The prefix cache is
 salted with the policy version, so that no answer is written from another version's keys.
 """
 
@@ -69,6 +69,11 @@ class VllmLocal:
                 **({"gpu_memory_utilization": memory_share} if policy.device.type == "cuda" else ON_CPU),
             },
         )
+        known = self._engine.model_config.get_vocab_size()
+        if known != policy.vocabulary:
+            raise InputError(
+                f"engine.name = 'vllm_local': vLLM's model has {known} ids, the policy {policy.vocabulary}"
+            )
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         version = self.policy_version or 0
@@ -187,7 +192,7 @@ def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 
 def _repack_tied_head(model: Any) -> None:
-    """On a CPU vLLM multiplies by a packed copy of the head, which its reload leaves as it was where the head is tied."""
+    """On a CPU vLLM multiplies by a packed copy of the head, which its reload forgets where the head is tied."""
     head = getattr(model, "lm_head", None)
     if head is not None and head.weight.device.type == "cpu" and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
