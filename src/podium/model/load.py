@@ -45,6 +45,8 @@ class Policy:
     """Ids that end an answer: the model's and the tokenizer's end of sequence."""
     max_context_tokens: int
     device: torch.device
+    source: str
+    """Folder or hub name of the base weights."""
 
     @property
     def vocabulary(self) -> int:
@@ -94,6 +96,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         stop_ids=_stop_ids(model, tokenizer),
         max_context_tokens=int(getattr(model.config, "max_position_embeddings", 4096)),
         device=device,
+        source=str(source),
     )
 
 

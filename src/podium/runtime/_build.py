@@ -1,6 +1,7 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,8 @@ def check_trainer(settings: Settings) -> None:
 
 def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
     """The rows of all sources, one after the other, then in the run's order."""
-    max_new_tokens, context = settings.rollout.options.get("max_new_tokens", 0), policy.max_context_tokens
+    max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
+    context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
     fits = context - max_new_tokens
     if fits < 1:
         raise InputError(
@@ -69,15 +71,17 @@ def held_out_data(settings: Settings, policy: Policy, plan: Plan) -> OrderedData
     return build_data(settings, settings.eval.data, policy, plan) if settings.eval.data else None
 
 
-def probe_ids(data: OrderedData) -> list[int]:
-    """Fixed tokens for the parity probe: the first prompts, one after the other."""
+def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
+    """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
+    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
-    return (ids * 2)[: max(2, min(64, len(ids)))]
+    return (ids * 2)[: max(2, min(longest, len(ids)))]
 
 
-def parity_tolerance(settings: Settings) -> float:
-    """Wider only where the trainer alone computes in bfloat16; otherwise both run the same layers."""
-    return TOLERANCE[settings.trainer.options.get("precision", "float32")]
+def parity_tolerance(settings: Settings, engine: Any) -> float:
+    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+    precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
+    return max(TOLERANCE[precision] for precision in precisions)
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:

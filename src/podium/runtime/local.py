@@ -66,7 +66,7 @@ def local(
         pack=build_pack(settings, memory),
         trainer=trainer,
         sync=find("sync", settings.sync.name)(
-            trainer, engine, probe_ids(data), parity_tolerance(settings), **settings.sync.options
+            trainer, engine, probe_ids(settings, data), parity_tolerance(settings, engine), **settings.sync.options
         ),
         checkpoint=FolderCheckpoint(
             folder,
