@@ -4,12 +4,13 @@ import os
 import signal
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.reward._contract import declare_range, runs_inline
 from podium.reward.arithmetic import arithmetic
 
 _calls = 0
 
 
+@runs_inline  # so that the process it kills is the run's
 @declare_range(0.0, 1.2)
 def mortal(prompt: Prompt, rollout: Rollout) -> float:
     global _calls

@@ -186,7 +186,7 @@ BROKEN_ROWS = {
     "empty file": ("\n\n", r"data: the sources hold no rows; give a file or a split that has some"),
     "unknown reward": (
         '{"prompt": "a", "reward": "nope"}\n',
-        r"a row names the reward 'nope', which is not known; known: answer_tag, arithmetic, exact, .*",
+        r"row 1 of jsonl: reward 'nope' is not known; known: answer_tag, arithmetic, .*exact.*",
     ),
     "answers that their rewards cannot use": (
         '{"prompt": "a", "answer": "85"}\n{"prompt": "b", "answer": "many"}\n'

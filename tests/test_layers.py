@@ -26,7 +26,7 @@ ALLOWED = {
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES,
     "engine": BELOW_STAGES,
-    "reward": BELOW_STAGES,
+    "reward": BELOW_STAGES | {"lookup"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
     "filter": {"records"},
     "pack": {"records"},
@@ -39,7 +39,7 @@ ALLOWED = {
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-TOP = {"__init__", "runtime", "run", "check", "cli"}
+TOP = {"__init__", "runtime", "run", "check", "workbench", "cli"}
 """Parts that wire the others and may import them all."""
 
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -102,7 +102,10 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_data_is_ever_executed(path: Path) -> None:
-    """No pickle, eval, exec or torch.load anywhere."""
+    """No pickle, eval, exec or torch.load anywhere but in what runs inside the sandbox."""
+    if path.parent.name == "_inside":
+        assert imported_parts(path) == set()
+        return
     tree = ast.parse(path.read_text())
     called = {
         node.func.id if isinstance(node.func, ast.Name) else f"{ast.unparse(node.func)}"

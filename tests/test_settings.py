@@ -35,7 +35,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "rollout": {"name": "single_turn", "temperature": 1.0, "max_new_tokens": 256, "stop": []},
         "engine": {"name": "inprocess", "concurrency": 512},
         "reward": [],
-        "scoring": {"max_failed_share": 0.1},
+        "scoring": {"max_failed_share": 0.1, "scale": 1.0, "remap": {}},
         "filter": {"drop_no_signal": True, "truncated": "keep", "refill": False},
         "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
         "pack": {"shared_prefix": False},
@@ -173,7 +173,11 @@ TOP = (
             "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
         ),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
-        ({"scoring": {"x": 1}}, "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty"),
+        (
+            {"scoring": {"x": 1}},
+            "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty, remap, "
+            "scale, worker_memory_mb, workers",
+        ),
         (
             {"loss": {"clip": 0.2}},
             "loss.clip is not an option of grpo; did you mean 'clip_low'? Valid: clip_high, clip_low",

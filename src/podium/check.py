@@ -5,6 +5,7 @@ the run's rewards, and adds up the memory. Writes nothing.
 """
 
 import asyncio
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from podium.runtime._build import (
     build_data,
     build_scoring,
     check_retirement,
+    check_rewards,
     check_trainer,
     held_out_data,
     make_engine,
@@ -35,13 +37,15 @@ def check(settings: Settings) -> str:
     """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    check_rewards(settings)
     check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)
     held_out = held_out_data(settings, policy, settings.plan)
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
-    groups = asyncio.run(_dry_run(settings, policy, data, scoring))
+    with closing(scoring):
+        groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
         _section("data", _data_lines(data, policy.tokenizer)),

@@ -102,7 +102,8 @@ def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
             f"{stage}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
             "give module:object or path.py:object"
         ) from None
-    thing = getattr(module, attribute, None)
+    registered = (thing for thing in vars(module).values() if getattr(thing, "registered_name", None) == attribute)
+    thing = getattr(module, attribute, None) or next(registered, None)
     if not callable(thing):
         raise InputError(f"{stage}.name = {name!r}: {place} has no function or class {attribute!r}")
     return thing

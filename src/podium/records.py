@@ -182,11 +182,13 @@ class Group:
     correct: tuple[bool | None, ...] = ()
     """Whether the reward is the highest possible; None where no highest is declared."""
     reward_failures: Mapping[str, int] = field(default_factory=dict)
-    """What was raised (`reward: error: message`), and how often."""
+    """Why calls gave no value (`reward: error: message`, `reward: timeout after 10 s`), and how often."""
+    reward_counts: Mapping[str, float] = field(default_factory=dict)
+    """What rewards counted on the way, such as a judge's tokens."""
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
     scoring_s: float = 0.0
-    """Seconds that its rewards took."""
+    """Seconds until its rewards were known, waiting for a free worker included."""
 
     @property
     def has_signal(self) -> bool:

@@ -5,6 +5,7 @@ A run here is the loop with everything around it: the folder and its lock, signa
 
 import asyncio
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,15 @@ from podium.loop import train as loop
 from podium.model.load import load_policy
 from podium.records import Group, RunState
 from podium.run_folder import RunFolder
-from podium.runtime._build import Wired, build_scoring, eval_options, held_out_data, make_engine, make_rollout
+from podium.runtime._build import (
+    Wired,
+    build_scoring,
+    check_rewards,
+    eval_options,
+    held_out_data,
+    make_engine,
+    make_rollout,
+)
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
@@ -74,6 +83,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = settings.resolve()
+    check_rewards(settings)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
     held_out = held_out_data(settings, policy, settings.plan)
     assert held_out is not None
@@ -85,7 +95,8 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         await engine.load_weights(policy.named_weights(), 0)
         return await held_out_groups(rollout, scoring, held_out.in_order())
 
-    return eval_metrics(asyncio.run(groups()))
+    with closing(scoring):
+        return eval_metrics(asyncio.run(groups()))
 
 
 def _new_path(name: str) -> Path:
@@ -117,6 +128,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
             folder.event("failed", error=type(error).__name__, message=str(error))
         raise
     finally:
+        wired.stages.reward.close()
         folder.unlock()
 
 

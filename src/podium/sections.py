@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from podium.errors import InputError
-from podium.lookup import find, validate_options
+from podium.lookup import find, option_fields, validate_options
 from podium.loss._traits import Traits, traits_of
 
 
@@ -48,7 +48,12 @@ class Choice(Keys):
 
     def resolved(self, stage: str, where: str) -> "Choice":
         """The same choice with every option checked and present."""
-        options = validate_options(where, find(stage, self.name), self.options)
+        found = find(stage, self.name)
+        if clash := set(option_fields(found)) & (set(type(self).model_fields) - {"name"}):
+            raise InputError(
+                f"{where}: {self.name} has an option {min(clash)!r}, which is a key of the table; rename it"
+            )
+        options = validate_options(where, found, self.options)
         return type(self).model_validate({**_own_fields(self), **options})
 
 
@@ -209,15 +214,45 @@ class DataSource(Choice):
 
 
 class Reward(Choice):
-    weight: float = 1.0
-    """Its share in the sum."""
+    weight: float | None = None
+    """Its share in the sum; by default 1."""
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that one call may take in its worker process; by default 10."""
+    format: Literal["gate", "add"] | None = None
+    """Makes it a format reward, which scores every row beside the row's own rewards. "gate": their sum counts only
+    where this one has its highest value, else it is 0. "add": it is added to their sum."""
+
+    def resolved(self, stage: str, where: str) -> "Reward":
+        """Rewards that need no worker process have no time limit, and gates no weight."""
+        made = super().resolved(stage, where)
+        assert isinstance(made, Reward)
+        found = find(stage, self.name)
+        if getattr(found, "runs_inline", False):
+            if self.timeout_s is not None:
+                raise InputError(f"{where}.timeout_s has no effect: {self.name} needs no time limit; remove it")
+        else:
+            made = made.model_copy(update={"timeout_s": self.timeout_s or 10.0})
+        if self.format != "gate":
+            weight = getattr(found, "weight", 1.0) if self.weight is None else self.weight
+            return made.model_copy(update={"weight": weight})
+        if self.weight is not None:
+            raise InputError(f"{where}.weight has no effect: a gate takes no part in the sum; remove it")
+        return made
 
 
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies the sum of a rollout's rewards."""
+    remap: dict[str, str] = {}
+    """Other names for rewards that rows name: {gsm8k = "math"} scores with math what the rows call gsm8k."""
     non_stop_penalty: float | None = None
-    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights and sums."""
+    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights, sums and scale."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that run rewards; by default one a core. They start when they are needed."""
+    worker_memory_mb: Annotated[int, Field(ge=64)] | None = None
+    """Memory that rewards may take in a process, beyond what their imports took; by default 4096."""
 
 
 DEFAULT_REFILLS = 10

@@ -19,7 +19,6 @@ from podium.records import (
     PolicyLoss,
     Prompt,
     Request,
-    Rollout,
     RunState,
     Sampling,
     StepGroups,
@@ -75,9 +74,12 @@ class RolloutStage(Protocol):
 
 
 class RewardFunction(Protocol):
-    """A reward: a number for one rollout, or None to abstain. May be a coroutine."""
+    """A reward: a number for one rollout, or None to abstain. May be a coroutine.
 
-    def __call__(self, prompt: Prompt, rollout: Rollout) -> Any: ...
+    One whose second argument is called `rollouts` is given the whole group and returns a list.
+    """
+
+    def __call__(self, prompt: Prompt, rollout: Any, /) -> Any: ...
 
 
 class RewardStage(Protocol):
@@ -85,6 +87,10 @@ class RewardStage(Protocol):
 
     def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """`after`: groups of the same step that were scored before; they count in its share of failed rewards."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it started; called when the run ends, however it does."""
         ...
 
 

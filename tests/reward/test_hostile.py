@@ -10,7 +10,7 @@ from podium.reward._contract import check_value
 from podium.reward._ifeval_instructions import INSTRUCTIONS
 from podium.reward._tulu3_functions import FUNCTIONS
 from tests.builders import make_prompt, make_rollout
-from tests.reward.hostile import HOSTILE
+from tests.reward.hostile_texts import HOSTILE
 from tests.reward.test_ifeval import IFEVAL, TULU3
 
 IFEVAL_LABEL = {

@@ -229,6 +229,34 @@ def test_a_coroutine_that_raises_abstains_and_is_counted() -> None:
     assert group.reward_failures == {"fails_later: TimeoutError: judge is away": 2}
 
 
+def test_a_reward_whose_second_argument_is_called_rollouts_is_given_the_whole_group() -> None:
+    @declare_range(0.0, 1.0)
+    def longest(prompt: Any, rollouts: Any) -> list[float]:
+        return [float(len(each.text) == max(len(one.text) for one in rollouts)) for each in rollouts]
+
+    (group,) = score(make_scoring(longest), unscored(texts=("a", "bbb", "cc")))
+    assert group.rewards == (0.0, 1.0, 0.0)
+    assert group.correct == (False, True, False)
+
+
+def test_a_batched_reward_that_raises_abstains_for_every_rollout() -> None:
+    def fails(prompt: Any, rollouts: Any) -> list[float]:
+        raise KeyError("x")
+
+    (group,) = score(make_scoring(fails, max_failed_share=1.0), unscored(texts=("a", "b", "c")))
+    assert group.rewards == (None, None, None)
+    assert group.reward_failures == {"fails: KeyError: 'x'": 3}
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 1.0, 1.0], [], 1.0, None, {0: 1.0, 1: 1.0}, "11"])
+def test_a_batched_reward_returns_exactly_one_value_a_rollout(values: Any) -> None:
+    def wrong(prompt: Any, rollouts: Any) -> Any:
+        return values
+
+    with pytest.raises(RewardContractError, match=r"reward 'wrong' on prompt 0 \(arithmetic\) returned "):
+        score(make_scoring(wrong), unscored(texts=("a", "b")))
+
+
 def test_a_group_is_scored_while_later_ones_are_still_being_written() -> None:
     async def run() -> list[int]:
         scored = asyncio.Event()

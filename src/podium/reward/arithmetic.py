@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
 from podium.reward._numbers import expected_integer, numbers_in
 
 MARKER = "####"
@@ -23,6 +23,8 @@ def check(row: Row) -> None:
     expected_integer(row.answer)
 
 
+@runs_inline
+@gold_answer(lambda prompt: f"{MARKER} {prompt.answer}")
 @checks_answer(check)
 @declare_range(0.0, 1.2)
 def arithmetic(

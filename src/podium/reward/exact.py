@@ -5,10 +5,11 @@ answers will do, where `answer` is a list.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import checks_answer, declare_range, runs_inline
 from podium.reward._squad import check, expected_texts, normal_form
 
 
+@runs_inline
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def exact(prompt: Prompt, rollout: Rollout) -> float:

@@ -1,8 +1,10 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
+import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
 from podium.ledger import Ledger
-from podium.lookup import choices, find, validate_options
+from podium.lookup import choices, find
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.model.load import Policy, choose_device
@@ -20,10 +22,14 @@ from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
-from podium.reward._scoring import NamedReward, Scoring
+from podium.reward._classes import bound_reward
+from podium.reward._combine import NamedReward
+from podium.reward._contract import declared_range
+from podium.reward._scoring import Scoring
+from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
-from podium.sections import Choice, CorrectionSection, DataSource
+from podium.sections import Choice, CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
@@ -31,6 +37,8 @@ from podium.trainer._optimizer import check_optimizer
 
 SHOWN = 20
 """Unusable answers that the message lists."""
+
+DEFAULT_WORKER_MEMORY_MB = 4096
 
 
 @dataclass(frozen=True)
@@ -93,27 +101,62 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     for choice in settings.reward:
         if choice.name in by_name:
             raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
-        function = bind_options(find("reward", choice.name), choice.options)
-        by_name[choice.name] = NamedReward(choice.name, function, choice.weight)
+        by_name[choice.name] = _named_reward(choice)
+    default = [choice.name for choice in settings.reward if choice.format is None]
+    remap = settings.scoring.remap
+    for name in remap.values():
+        _add_named(by_name, name, f"scoring.remap: reward {name!r}")
     combinations = {names for source in data for names in source.reward_choices}
     named_by_rows = {name for names in combinations for name in names}
-    for name in sorted(named_by_rows - set(by_name)):
+    for name in sorted(named_by_rows - set(remap)):
+        _add_named(by_name, name, f"{_first_row(data, name)}: reward {name!r}")
+    if all_rows:
+        _refuse_unused(settings, combinations, default)
+    limits = (settings.run.prompts_per_step, settings.scoring.max_failed_share, settings.scoring.non_stop_penalty)
+    workers = _build_workers(settings, by_name, all_rows)
+    scoring = Scoring(by_name, default, *limits, workers, settings.scoring.scale, remap)
+    for names in combinations:
+        if all(reward.format is not None for reward in scoring.rewards_of(names)):
+            raise InputError(_without_task(data, names, by_name))
+    check_answers(scoring, data)
+    return scoring
+
+
+def _add_named(by_name: dict[str, NamedReward], name: str, where: str) -> None:
+    """A reward without a table of its own, with its defaults."""
+    if name not in by_name:
         if name not in choices("reward") and ":" not in name:
-            raise InputError(
-                f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}"
-            )
-        function = find("reward", name)
-        options = validate_options(f"reward {name!r}, named by a row", function, {})
-        by_name[name] = NamedReward(name, bind_options(function, options))
-    unused = [] if () in combinations else sorted({choice.name for choice in settings.reward} - named_by_rows)
-    if unused and all_rows:
+            raise InputError(f"{where} is not known; known: {', '.join(choices('reward'))}, or a 'module:object'")
+        by_name[name] = _named_reward(Reward(name=name).resolved("reward", where))
+
+
+def _refuse_unused(settings: Settings, combinations: set[tuple[str, ...]], default: Sequence[str]) -> None:
+    """Tables and names that score no row."""
+    named_by_rows = {name for names in combinations for name in names}
+    for name in settings.scoring.remap:
+        if name not in named_by_rows:
+            raise InputError(f"scoring.remap.{name} has no effect: no row names the reward {name!r}; remove it")
+    used = {settings.scoring.remap.get(name, name) for name in named_by_rows}
+    unused = [] if () in combinations else sorted(set(default) - used)
+    if unused:
         raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
-    if () in combinations and not settings.reward:
-        raise InputError("no reward: add a [[reward]] table, or name one in each row")
-    default = [choice.name for choice in settings.reward]
-    check_answers(by_name, default, data)
-    limits = settings.scoring
-    return Scoring(by_name, default, settings.run.prompts_per_step, limits.max_failed_share, limits.non_stop_penalty)
+
+
+def _without_task(data: Sequence[OrderedData], names: Sequence[str], by_name: dict[str, NamedReward]) -> str:
+    """What to say of rows that have format rewards only, or none."""
+    if names:
+        where = f"{_first_row(data, names[0])} names format rewards only"
+        return f"{where}, {', '.join(names)}; name a reward for its answer too"
+    if by_name and all(reward.format is not None for reward in by_name.values()):
+        return f"no reward but for the format, {next(iter(by_name))!r}; add a [[reward]] table without 'format'"
+    return "no reward: add a [[reward]] table, or name one in each row"
+
+
+def _first_row(data: Sequence[OrderedData], name: str) -> str:
+    """The first row that names the reward, for people."""
+    rows = ((number, row) for source in data for number, row in enumerate(source.rows, start=1))
+    number, row = next((number, row) for number, row in rows if name in row.reward)
+    return f"row {number} of {row.source or 'the data'}"
 
 
 def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
@@ -127,16 +170,16 @@ def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) ->
         )
 
 
-def check_answers(by_name: Mapping[str, NamedReward], default: Sequence[str], data: Sequence[OrderedData]) -> None:
+def check_answers(scoring: Scoring, data: Sequence[OrderedData]) -> None:
     """Lets each reward look at the answers of its rows; names every row that it cannot use."""
     complaints = []
     for source in data:
         for number, row in enumerate(source.rows, start=1):
-            for name in row.reward or default:
+            for reward in scoring.rewards_of(row.reward):
                 try:
-                    getattr(by_name[name].function, "check_answer", _any_answer)(row)
+                    getattr(reward.function, "check_answer", _any_answer)(row)
                 except (ValueError, TypeError) as error:
-                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {name!r}: {error}")
+                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {reward.name!r}: {error}")
     if complaints:
         more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
         listing = "\n".join(complaints[:SHOWN])
@@ -147,13 +190,44 @@ def _any_answer(row: Row) -> None:
     """For rewards that say nothing of the answers that they need."""
 
 
-def bind_options(function: Any, options: dict[str, Any]) -> Any:
-    """The reward with its options bound; the declared range and the check of answers stay on it."""
-    bound = partial(function, **options)
-    for name in ("min_value", "max_value", "check_answer"):
-        if hasattr(function, name):
-            setattr(bound, name, getattr(function, name))
-    return bound
+def check_rewards(settings: Settings) -> None:
+    """Rewards that could not run here are an error before the model is loaded."""
+    for choice in settings.reward:
+        _named_reward(choice)
+
+
+def _named_reward(choice: Reward) -> NamedReward:
+    found = find("reward", choice.name)
+    if choice.timeout_s is not None and choice.name.startswith("__main__:"):
+        raise InputError(
+            f"reward.name = {choice.name!r}: a worker process cannot import the script that was started; put the "
+            f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
+        )
+    if inspect.isclass(found) and not hasattr(found, "registered_name"):
+        raise InputError(f'reward.name = {choice.name!r} is a class; put @podium.register_reward("name") on it')
+    if refuse := getattr(found, "refuse", None):
+        refuse(choice.timeout_s, **choice.options)
+    function = bound_reward(found, choice.options)
+    if choice.format == "gate" and math.isinf(declared_range(function)[1]):
+        raise InputError(
+            f"reward {choice.name!r} with format = 'gate': it does not declare its highest value, so when it lets the "
+            "others through is not known; put podium.declare_range(lowest, highest) on it"
+        )
+    plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
+    weight = 1.0 if choice.weight is None else choice.weight
+    return NamedReward(choice.name, function, weight, choice.timeout_s, plain, choice.format)
+
+
+def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:
+    given = settings.scoring
+    recipes = [{"name": each.name, "options": each.options} for each in by_name.values() if each.timeout_s is not None]
+    if recipes:
+        cores = len(os.sched_getaffinity(0))
+        return RewardWorkers(recipes, given.workers or cores, given.worker_memory_mb or DEFAULT_WORKER_MEMORY_MB)
+    for key in ("workers", "worker_memory_mb"):
+        if getattr(given, key) is not None and all_rows:
+            raise InputError(f"scoring.{key} has no effect: no reward of this run needs a worker process; remove it")
+    return None
 
 
 def build_advantages(settings: Settings) -> Any:

@@ -20,6 +20,7 @@ from podium.runtime._build import (
     build_reports,
     build_scoring,
     check_retirement,
+    check_rewards,
     check_trainer,
     eval_options,
     held_out_data,
@@ -43,6 +44,7 @@ def local(
     console_mode: str | None = None,
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
+    check_rewards(settings)
     check_trainer(settings)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, settings.data, policy, settings.plan)

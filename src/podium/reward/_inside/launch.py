@@ -1,0 +1,98 @@
+"""The first process in the sandbox. Its standard input holds, one after the other, the program and then the tests.
+
+`asserts`: the program gets a process of its own, forked before the tests are read; this process becomes the judge.
+`stdio`: each case is a fresh process; what it printed is handed out, and judged outside.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+
+from ._judge import SIGKILL, judge
+from ._limits import give_up_rights, hide_from_others
+from ._plain import from_plain, plain, receive, send
+from ._program import Program, execute, silence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+READY = "ready"
+MAX_GIVEN = 1 << 30
+OUTSIDE = 1
+"""Verdicts and outputs go to standard output, which no tested program has."""
+
+
+def main() -> None:
+    given = from_plain(receive(0, MAX_GIVEN))
+    hide_from_others()
+    send(OUTSIDE, plain(READY))
+    if given["mode"] == "asserts":
+        _asserts(given)
+    else:
+        _stdio(given)
+
+
+def _asserts(given: dict[str, Any]) -> None:
+    questions_out, questions_in = os.pipe()
+    answers_out, answers_in = os.pipe()
+    program = os.fork()
+    if program == 0:
+        try:
+            os.close(questions_in)
+            os.close(answers_out)
+            silence()
+            give_up_rights(given["memory_mb"], given["total_s"], given["output_bytes"])
+            Program(given["program"], questions_out, answers_in).serve()
+        finally:
+            os._exit(0)
+    os.close(questions_out)
+    os.close(answers_in)
+    tests = from_plain(receive(0, MAX_GIVEN))
+    judge(tests, program, questions_in, answers_out, given["test_timeout_s"], OUTSIDE)
+
+
+def _stdio(given: dict[str, Any]) -> None:
+    for text in from_plain(receive(0, MAX_GIVEN)):
+        code, output = _run_case(given, text)
+        send(OUTSIDE, plain([code, output]))
+
+
+def _run_case(given: dict[str, Any], text: str) -> tuple[int | None, bytes]:
+    """(exit code, or None if it took too long; what it printed). Files in memory: a full pipe would hold it up."""
+    source, sink = os.memfd_create("input"), os.memfd_create("output")
+    with open(source, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(source, 0, os.SEEK_SET)
+    pid = os.fork()
+    if pid == 0:
+        _become_program(given, source, sink)
+    code = _exit_code(pid, given["test_timeout_s"])
+    output = os.pread(sink, given["output_bytes"], 0)
+    os.close(source)
+    os.close(sink)
+    return code, output
+
+
+def _become_program(given: dict[str, Any], source: int, sink: int) -> NoReturn:
+    """Ends as any Python program does: threads are awaited, files flushed, an error gives exit code 1."""
+    silence()
+    os.dup2(source, 0)
+    os.dup2(sink, 1)
+    os.closerange(3, 64)
+    give_up_rights(given["memory_mb"], given["test_timeout_s"], given["output_bytes"])
+    execute(given["program"], "__main__")
+    sys.exit()
+
+
+def _exit_code(pid: int, limit_s: float) -> int | None:
+    life = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(life, select.POLLIN)
+    in_time = bool(poll.poll(limit_s * 1000))
+    os.kill(pid, SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(life)
+    return os.waitstatus_to_exitcode(status) if in_time else None

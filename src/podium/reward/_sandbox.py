@@ -1,0 +1,201 @@
+"""Runs a program that nobody trusts, and tells what it answered or printed.
+
+`bubblewrap`: own namespaces without network, other processes or the host's files (the system's libraries and Python
+itself are there to read), a small file system in memory, an empty environment. `weak` is without all that and must be
+asked for by name. Both: the limits and the seccomp filter of `_inside`, a process group of its own, killed when its
+time is up.
+"""
+
+import ast
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.errors import InputError
+from podium.reward._inside import launch  # importing it here also leaves it compiled for the sandbox
+from podium.reward._inside._plain import framed, from_plain, plain
+
+Sandbox = Literal["bubblewrap", "weak"]
+INSIDE = Path(launch.__file__).parent
+BOOT = "import sys; sys.path.insert(0, {folder!r}); from _inside.launch import main; del sys.path[0]; main()"
+PYTHON_FLAGS = ("-S", "-s", "-P", "-B", "-X", "utf8")
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""A program whose output depends on the order of a set gives the same one every time."""
+SCRATCH_BYTES = 64 << 20
+OUTPUT_BYTES = 4 << 20
+SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin", "/usr")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom", "/dev/zero")
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed: that says nothing about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    test_timeout_s: float
+    """Of one test."""
+    total_s: float
+    """Of all tests of a program; those not reached by then have failed."""
+    memory_mb: int
+    output_bytes: int = OUTPUT_BYTES
+
+
+def judge_asserts(program: str, tests: Sequence[str], limits: Limits, kind: Sandbox) -> list[bool]:
+    """Whether each test passes; each is a piece of Python that raises if it does not."""
+    prepared = [[test, _standard_modules(test)] for test in tests]
+    passed: list[bool] = []
+    end = time.monotonic() + limits.total_s
+    while len(passed) < len(tests) and time.monotonic() < end:
+        given = {"mode": "asserts", "program": program, **asdict(limits)}
+        verdicts = _run(given, prepared[len(passed) :], end - time.monotonic(), kind)
+        passed += [verdict == "passed" for verdict in verdicts]
+        if "broken" in verdicts or not verdicts:
+            break
+    return passed[: len(tests)] + [False] * (len(tests) - len(passed))
+
+
+def run_with_inputs(program: str, inputs: Sequence[str], limits: Limits, kind: Sandbox) -> list[str | None]:
+    """What the program prints for each standard input; None if it fails or takes too long."""
+    given = {"mode": "stdio", "program": program, **asdict(limits)}
+    ended = _run(given, list(inputs), limits.total_s, kind)
+    printed = [output.decode(errors="replace") if code == 0 else None for code, output in ended]
+    return printed[: len(inputs)] + [None] * (len(inputs) - len(printed))
+
+
+def refuse_sandbox(kind: Sandbox) -> None:
+    """An `InputError` where this machine cannot give what is asked for."""
+    problem = _problem(kind)
+    if problem is not None:
+        raise InputError(
+            f"sandbox = {kind!r}: {problem}. Install bubblewrap (apt-get install bubblewrap) and let the user make "
+            'namespaces (in a container: --security-opt seccomp=unconfined), or ask for sandbox = "weak" in the '
+            "reward's table: limits and a system call filter only, the user's files can be read and written"
+        )
+
+
+@lru_cache
+def _problem(kind: Sandbox) -> str | None:
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    try:
+        printed = run_with_inputs("print(input())", ["ready"], Limits(10.0, 10.0, 512), kind)
+    except SandboxError as error:
+        return str(error)
+    return None if printed == ["ready\n"] else "a first program did not run"
+
+
+def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandbox) -> list[Any]:
+    """The messages that the launcher wrote, its "ready" aside."""
+    content = framed(plain(dict(given))) + framed(plain(tests))
+    with _files(content) as (source, sink, complaints), _command(kind) as (command, folder):
+        process = subprocess.Popen(
+            command, stdin=source, stdout=sink, stderr=complaints, env=ENVIRONMENT, cwd=folder, process_group=0
+        )
+        _wait_or_kill(process, limit_s)
+        messages = list(_messages(_read(sink)))
+        if messages[:1] != [launch.READY]:
+            raise SandboxError(f"the sandbox did not start: {_read(complaints).decode(errors='replace')[-300:]}")
+    return messages[1:]
+
+
+def _messages(data: bytes) -> Iterator[Any]:
+    """A launcher that was killed may have left the last one unfinished."""
+    while len(data) >= 4:
+        end = 4 + int.from_bytes(data[:4], "little")
+        if len(data) < end:
+            return
+        yield from_plain(data[4:end])
+        data = data[end:]
+
+
+def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> None:
+    """Waits on the kernel's word that it ended: `Popen.wait` with a limit looks every now and then."""
+    life = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(life, select.POLLIN)
+        poll.poll(max(0.0, limit_s) * 1000)
+    finally:
+        os.close(life)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _files(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Input with its content, output and complaints, all in memory: nobody waits for a full pipe."""
+    descriptors = [os.memfd_create(name) for name in ("input", "output", "complaints")]
+    try:
+        with open(descriptors[0], "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(descriptors[0], 0, os.SEEK_SET)
+        yield descriptors[0], descriptors[1], descriptors[2]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _read(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
+
+
+@contextmanager
+def _command(kind: Sandbox) -> Iterator[tuple[list[str], str]]:
+    """The command, and the folder to start it in."""
+    python = [os.path.realpath(sys.executable), *PYTHON_FLAGS, "-c"]
+    if kind == "bubblewrap":
+        yield [*_bubblewrap(), *python, BOOT.format(folder="/podium")], "/"
+        return
+    with tempfile.TemporaryDirectory(prefix="podium-") as folder:
+        yield [*python, BOOT.format(folder=str(INSIDE.parent))], folder
+
+
+@lru_cache
+def _bubblewrap() -> tuple[str, ...]:
+    command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += [f"--unshare-{space}" for space in ("user", "ipc", "pid", "net", "uts", "cgroup-try")]
+    command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    for folder in SYSTEM_FOLDERS:
+        if os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            command += ["--ro-bind", folder, folder]
+    for prefix in {sys.base_prefix, sys.base_exec_prefix}:
+        command += [] if prefix.startswith(SYSTEM_FOLDERS) else ["--ro-bind", prefix, prefix]
+    for file in SYSTEM_FILES:
+        command += ["--ro-bind-try", file, file]
+    for device in DEVICES:
+        command += ["--dev-bind", device, device]
+    command += ["--ro-bind", str(INSIDE), f"/podium/{INSIDE.name}"]
+    command += ["--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
+    return tuple(command)
+
+
+@lru_cache
+def _standard_modules(test: str) -> list[str]:
+    """Modules of the standard library that a test uses as `math.pi`, perhaps without importing them itself."""
+    try:
+        tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    bases = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {base.id for base in bases if isinstance(base, ast.Name)}
+    return sorted(names & sys.stdlib_module_names)

@@ -1,0 +1,42 @@
+"""Share of a row's assertions that the Python program in the answer passes, in a sandbox.
+
+The program is the last fenced block. The row's answer is a list of tests, each a piece of Python that raises if it is
+not passed, such as `assert add(1, 2) == 3`. The program never sees them, and every comparison is made in another
+process, so it can neither read what is expected nor pretend to have passed.
+"""
+
+from podium.records import Prompt, Rollout
+from podium.reward._contract import declare_range, gold_answer, refuses
+from podium.reward._program import (
+    Memory,
+    TestTimeout,
+    Threshold,
+    Total,
+    last_fenced_block,
+    pass_rate,
+    refuse_program,
+    solution_of,
+    tests_of,
+)
+from podium.reward._sandbox import Limits, Sandbox, judge_asserts
+
+
+@refuses(refuse_program)
+@gold_answer(solution_of)
+@declare_range(0.0, 1.0)
+def code(
+    prompt: Prompt,
+    rollout: Rollout,
+    *,
+    test_timeout_s: TestTimeout = 2.0,
+    total_s: Total = 8.0,
+    memory_mb: Memory = 1024,
+    threshold: Threshold | None = None,
+    sandbox: Sandbox = "bubblewrap",
+) -> float:
+    """0 without a fenced block."""
+    tests = [str(test) for test in tests_of(prompt)]
+    program = last_fenced_block(rollout.text)
+    if program is None:
+        return 0.0
+    return pass_rate(judge_asserts(program, tests, Limits(test_timeout_s, total_s, memory_mb), sandbox), threshold)

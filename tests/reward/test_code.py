@@ -1,0 +1,361 @@
+"""The judge of programs: honest ones pass, whatever their tests look like; cheats do not, whatever they try."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import pytest
+
+from podium.errors import InputError
+from podium.reward._program import last_fenced_block
+from podium.reward._sandbox import _problem
+from podium.reward.code import code
+from tests.builders import make_prompt, make_rollout
+
+pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]
+
+
+def answer_with(program: str) -> str:
+    return f"Here it is:\n\n```python\n{textwrap.dedent(program)}\n```\n"
+
+
+def score(program: str, tests: Any = TESTS, **options: Any) -> float:
+    options = {"test_timeout_s": 1.0} | options
+    return code(make_prompt(answer=tests), make_rollout(answer_with(program)), **options)
+
+
+# ---- what counts as the program, and as tests
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no block at all: x = 1", None),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\nor better\n```python\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```python\nx = 1", None),  # cut off
+        ("text ```x = 1``` text", None),
+        ("```python\ns = 'a ``` b'\n```", "s = 'a ``` b'\n"),
+        ("```python\n```", ""),
+        ("1. first\n   ```python\n   if x:\n     y\n   ```", "if x:\n  y\n"),
+        ("```a\nx\n```b\ny\n```", "x\n```b\ny\n"),
+    ],
+)
+def test_the_program_is_the_last_fenced_block(text: str, expected: str | None) -> None:
+    assert last_fenced_block(text) == expected
+
+
+def test_a_long_answer_without_an_end_takes_no_time() -> None:
+    started = time.monotonic()
+    assert last_fenced_block("```\n" * 50001) is not None
+    assert last_fenced_block("```a\n" * 50000) is None
+    assert last_fenced_block("``` " * 100000) is None
+    assert time.monotonic() - started < 1
+
+
+def test_without_a_block_the_score_is_0() -> None:
+    assert code(make_prompt(answer=TESTS), make_rollout("I cannot do that.")) == 0.0
+
+
+@pytest.mark.parametrize("tests", [TESTS, json.dumps(TESTS), "\n".join(TESTS)])
+def test_tests_are_a_list_or_its_json_or_one_text(tests: Any) -> None:
+    assert score(ADD, tests) == 1.0
+
+
+@pytest.mark.parametrize("tests", [None, [], "[]", 3, {"a": 1}])
+def test_a_row_without_tests_abstains_with_the_reason(tests: Any) -> None:
+    with pytest.raises(ValueError, match="not a list of tests"):
+        score(ADD, tests)
+
+
+def test_the_score_is_the_share_of_tests_passed() -> None:
+    tests = [*TESTS, "assert add(1, 1) == 3", "assert add('a', 1) == 'a1'"]
+    assert score(ADD, tests) == 0.5
+    assert score(ADD, tests, threshold=0.5) == 1.0
+    assert score(ADD, tests, threshold=0.75) == 0.0
+
+
+def test_tests_after_one_that_hangs_or_crashes_are_still_judged() -> None:
+    program = """
+        import os
+        def f(x):
+            if x == 1:
+                os._exit(0)
+            if x == 2:
+                while True: pass
+            return x
+    """
+    tests = [f"assert f({x}) == {x}" for x in range(5)]
+    assert score(program, tests, test_timeout_s=0.3) == 0.6  # 0, 3 and 4 of five
+
+
+def test_a_program_that_does_not_even_start_is_tried_once() -> None:
+    started = time.monotonic()
+    assert score("import time; time.sleep(600)", [*TESTS] * 10, test_timeout_s=0.3) == 0.0
+    assert time.monotonic() - started < 0.3 + 1
+    assert score("def add(a, b) return a + b", [*TESTS] * 10) == 0.0
+
+
+# ---- honest programs
+
+HONEST = {
+    "plain values": (
+        "def f(): return [1, 2.5, 'a', None, True, (1,), {2}, {'k': b'x'}, 3 + 4j, 10 ** 30]",
+        [
+            "assert f() == [1, 2.5, 'a', None, True, (1,), {2}, {'k': b'x'}, 3 + 4j, 10 ** 30]",
+            "assert f()[3] is None and f()[4] is True and type(f()[5]) is tuple",
+        ],
+    ),
+    "a tuple is no list": ("def f(): return (1, 2)", ["assert f() == (1, 2)", "assert f() != [1, 2]"]),
+    "infinities": ("def f(x): return x * 2", ["assert f(float('inf')) == float('inf')", "assert f(0.1) == 0.2"]),
+    "big numbers": ("def f(n):\n  return 1 if n < 2 else n * f(n - 1)", ["assert f(900) == math.factorial(900)"]),
+    "arguments by name": ("def f(a, *, b=1): return a - b", ["assert f(3, b=2) == 1", "assert f(a=3) == 2"]),
+    "a helper in the test": (ADD, ["def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)"]),
+    "a test with a loop": (ADD, ["for i in range(5):\n    assert add(i, i) == 2 * i"]),
+    "a function of tests": (ADD, ["def test_it():\n    assert add(1, 2) == 3\ntest_it()"]),
+    "an imported module": (ADD, ["import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]),
+    "a module that nobody imported": (ADD, ["assert math.isclose(add(0.1, 0.2), 0.3)"]),
+    "an expected error": (
+        "def f(x):\n  raise ValueError('no ' + x)",
+        ["try:\n    f('way')\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'no way'"],
+    ),
+    "arguments changed in place": (
+        "def f(x, y):\n  x.sort(); y['n'] = 1",
+        ["x, y = [3, 1, 2], {}\nf(x, y)\nassert x == [1, 2, 3] and y == {'n': 1}"],
+    ),
+    "a generator": (
+        "def f(n):\n  yield from range(n)",
+        ["assert list(f(3)) == [0, 1, 2]", "assert 2 in f(3)", "assert sum(f(4)) == 6"],
+    ),
+    "a class": (
+        "class Stack:\n"
+        "  def __init__(self): self.items = []\n"
+        "  def push(self, x): self.items.append(x); return self\n"
+        "  def __len__(self): return len(self.items)\n"
+        "  def __getitem__(self, i): return self.items[i]\n",
+        ["s = Stack()\ns.push(1).push(2)\nassert len(s) == 2 and s[1] == 2 and s.items == [1, 2]"],
+    ),
+    "a data class": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\n  y: int\ndef f(): return P(1, 2)",
+        ["assert f() == P(1, 2)", "assert repr(f()) == 'P(x=1, y=2)'", "p = f()\np.x = 5\nassert p.x == 5"],
+    ),
+    "a named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+        ["assert f() == (1, 2)"],
+    ),
+    "a counter": (
+        "from collections import Counter\ndef f(t): return Counter(t)",
+        ["assert f('aab') == Counter('aab')"],
+    ),
+    "functions handed over": (
+        "def twice(f, x): return f(f(x))\ndef conv(x, t): return t(x)",
+        [
+            "assert twice(lambda x: x * 3, 2) == 18",
+            "assert conv('7', int) == 7",
+            "assert conv([3, 1], sorted) == [1, 3]",
+        ],
+    ),
+    "functions that come back": (
+        "def compose(f, g): return lambda x: f(g(x))",
+        ["assert compose(lambda x: x + 1, lambda x: x * 2)(5) == 11"],
+    ),
+    "a function that asks the program again": (
+        ADD + "def twice(f, x): return f(f(x))",
+        ["assert twice(lambda x: add(x, 1), 3) == 5"],
+    ),
+    "a constant": ("ANSWER = 42", ["assert ANSWER == 42"]),
+    "a main part": (ADD + "if __name__ == '__main__':\n  input()\n  raise SystemExit(1)", TESTS),
+    "output on the way": ("def add(a, b):\n  print('adding' * 10000)\n  return a + b", TESTS),
+    "threads": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "def add(a, b):\n  with ThreadPoolExecutor(2) as pool: return sum(pool.map(int, [a, b]))",
+        TESTS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_program_passes(name: str) -> None:
+    program, tests = HONEST[name]
+    assert score(program, tests) == 1.0
+    assert score(program, [f"{test}\nassert 1 == 2" for test in tests]) == 0.0  # they are really run
+
+
+# ---- cheats: (program, tests); none may pass a single test
+
+EQUAL_TO_ALL = """
+class Yes:
+    __hash__ = None
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __sub__(self, other): return 0.0
+    __rsub__ = __sub__
+    def __abs__(self): return 0.0
+    def __lt__(self, other): return True
+    __le__ = __gt__ = __ge__ = __contains__ = __lt__
+    def __float__(self): return 3.0
+def add(a, b): return Yes()
+"""
+CHEATS: dict[str, tuple[str, list[str]]] = {
+    "exits": ("import sys; sys.exit(0)", TESTS),
+    "leaves at once": ("import os; os._exit(0)", TESTS),
+    "exits when called": ("import sys\ndef add(a, b): sys.exit(0)", TESTS),
+    "leaves when called": ("import os\ndef add(a, b): os._exit(0)", TESTS),
+    "raises the end of iteration": ("def add(a, b): raise StopIteration(3)", TESTS),
+    "raises the end of generators": ("def add(a, b): raise GeneratorExit", TESTS),
+    "an object equal to all": (EQUAL_TO_ALL, [*TESTS, "assert 3 == add(1, 2)", "assert add(1, 2) in [3]"]),
+    "an object close to all": (EQUAL_TO_ALL, ["assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)"]),
+    "an object less than all": (EQUAL_TO_ALL, ["assert add(1, 2) < 4", "assert 2 <= add(1, 2) <= 4"]),
+    "an object that holds all": (EQUAL_TO_ALL, ["assert 3 in add(1, 2)"]),
+    "an integer equal to all": ("class I(int):\n  def __eq__(s, o): return True\ndef add(a, b): return I(0)", TESTS),
+    "a text equal to all": ("class S(str):\n  def __eq__(s, o): return True\ndef add(a, b): return S()", TESTS),
+    "a list equal to all": (
+        "class L(list):\n  def __eq__(s, o): return True\ndef f(): return L()",
+        ["assert f() == [1]", "assert [1] == f()"],
+    ),
+    "its own abs": ("def root(x): return 9\nabs = lambda x: 0", ["assert abs(root(2) - 1.414) < 0.01"]),
+    "its own built-in functions": (
+        "import builtins\nfor name in dir(builtins):\n"
+        "  if name[0].islower(): setattr(builtins, name, lambda *a, **k: True)\n"
+        "def f(x): return x",
+        ["assert len(f([1])) == 2", "assert all(f([False]))", "assert isinstance(f(1), str)"],
+    ),
+    "its own assertion error": ("import builtins\nbuiltins.AssertionError = OSError\ndef add(a, b): return 0", TESTS),
+    "its own module": (
+        "class math: isclose = staticmethod(lambda *a, **k: True)\ndef f(): return 9",
+        ["assert math.isclose(f(), 3)"],
+    ),
+    "a patched module": (
+        "import math\nmath.isclose = lambda *a, **k: True\ndef f(): return 9",
+        ["assert math.isclose(f(), 3)"],
+    ),
+    "its own counter": ("Counter = lambda t: 1\ndef f(t): return 1", ["assert f('aab') == Counter('aab')"]),
+    "a module in the folder": (
+        "open('/tmp/statistics.py', 'w').write('mean = lambda x: 3')\ndef f(): return [9]",
+        ["import statistics\nassert statistics.mean(f()) == 3", "assert statistics.mean(f()) == 3"],
+    ),
+    "a module on the path": (
+        "import sys\nopen('/tmp/statistics.py', 'w').write('mean = lambda x: 3')\n"
+        "sys.path.insert(0, '/tmp')\ndef f(): return [9]",
+        ["import statistics\nassert statistics.mean(f()) == 3"],
+    ),
+    "says that it passed": ("print('passed')\ndef add(a, b): print('passed', flush=True)", TESTS),
+    "writes verdicts into every file": (
+        "import os\nword = b's\\x06\\x00\\x00\\x00passed'\nframe = len(word).to_bytes(4, 'little') + word\n"
+        "def forge():\n"
+        "  for d in range(256):\n"
+        "    try: os.write(d, frame * 2)\n"
+        "    except OSError: pass\n"
+        "forge()\ndef add(a, b): forge()",
+        TESTS,
+    ),
+    "looks for the tests in memory": (
+        "import gc, sys\n"
+        "def add(a, b):\n"
+        "  frame, found = sys._getframe(), []\n"
+        "  while frame: found += [str(frame.f_locals), str(frame.f_globals)]; frame = frame.f_back\n"
+        "  found += [str(x) for x in gc.get_objects() if isinstance(x, (str, bytes, list, tuple, dict))]\n"
+        "  import re\n"
+        "  hit = re.search(r'assert add.{1,20}== ?(\\d+)', ' '.join(found))\n"
+        "  return int(hit[1]) if hit else None",
+        TESTS,
+    ),
+    "looks for the tests in files": (
+        "import os\n"
+        "def add(a, b):\n"
+        "  for place, _, names in os.walk('/'):\n"
+        "    if place.startswith(('/usr', '/proc', '/root', '/lib')): continue\n"
+        "    for name in names:\n"
+        "      try: text = open(os.path.join(place, name)).read()\n"
+        "      except (OSError, ValueError): continue\n"
+        "      if 'assert add' in text: return int(text.split('==')[1].split()[0])",
+        TESTS,
+    ),
+    "kills the judge": ("import os\ndef add(a, b):\n  os.kill(os.getppid(), 9); return 0", TESTS),
+    "traces every call": ("import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)", TESTS),
+    "defines nothing": ("x = 1", [*TESTS, "assert True", "pass"]),
+    "hides the functions of the test": ("def assertEqual(a, b): pass", ["assertEqual(1, 2)\nassert 1 == 2"]),
+    "answers before it is asked": (
+        "import os\nframe = b'\\x00' * 4\n"
+        "for d in range(3, 64):\n"
+        "  try: os.write(d, frame * 100)\n"
+        "  except OSError: pass\n"
+        "def add(a, b): return 0",
+        TESTS,
+    ),
+    "nests without end": ("def add(a, b):\n  x = []\n  for _ in range(100000): x = [x]\n  return x", TESTS),
+    "contains itself": ("def add(a, b):\n  x = []\n  x.append(x)\n  return x", TESTS),
+    "floods the judge": ("def add(a, b): return 'x' * (20 << 20)", TESTS),
+    "yields without end": (
+        "def add(a, b):\n  while True: yield 0",
+        ["assert 3 in add(1, 2)", "assert list(add(1, 2)) == [3]"],
+    ),
+    "sleeps": ("import time\ndef add(a, b): time.sleep(600)", TESTS),
+    "takes all memory": ("def add(a, b): return len([0] * (1 << 40))", TESTS),
+    "deletes files": (
+        "import shutil\nfor p in ('/podium', '/tmp', '/usr'): shutil.rmtree(p, ignore_errors=True)",
+        TESTS,
+    ),
+    "forks": ("import os\ndef add(a, b): return 3 if os.fork() == 0 else 0", TESTS),
+    "calls back with code": (
+        "def apply(f): return f('__import__(\"os\")._exit(0)') or 3",
+        ["assert apply(eval) == 3", "assert apply(lambda x: x == 1) == 4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_does_not_pass(name: str) -> None:
+    program, tests = CHEATS[name]
+    started = time.monotonic()
+    assert score(program, tests, test_timeout_s=0.4, memory_mb=256) == 0.0
+    assert time.monotonic() - started < 0.4 * len(tests) + 1
+
+
+FOOL_A_JUDGE_IN_THE_SAME_PROCESS = [
+    *("exits", "leaves at once", "exits when called", "leaves when called", "calls back with code"),
+    *("an object equal to all", "an object close to all", "an object less than all", "an object that holds all"),
+    *("an integer equal to all", "a text equal to all", "a list equal to all", "its own abs", "its own module"),
+    *("a patched module", "its own counter"),
+]
+
+
+@pytest.mark.parametrize("name", FOOL_A_JUDGE_IN_THE_SAME_PROCESS)
+def test_the_cheat_would_work_where_program_and_tests_share_a_process(name: str) -> None:
+    program, tests = CHEATS[name]
+    source = "\n".join(["import math", textwrap.dedent(program), *tests])
+    assert subprocess.run([sys.executable, "-c", source], timeout=30, check=False).returncode == 0
+
+
+def test_honest_answers_to_the_tests_of_the_cheats_pass() -> None:
+    """So that the cheats do not fail only because nothing could pass."""
+    honest = ADD + "def root(x): return x ** 0.5\n" + "def f(*a): return {(): 3}.get(a, {'a': 2, 'b': 1})\n"
+    tests = ["assert add(1, 2) in [3]", "assert abs(root(2) - 1.414) < 0.01", "assert math.isclose(f(), 3)"]
+    tests += ["assert f('aab') == Counter('aab')", "assert abs(add(1, 2) - 3) < 1e-6", "assert 2 <= add(1, 2) <= 4"]
+    assert score(honest, [*TESTS, *tests]) == 1.0
+
+
+def test_the_corpus_is_large_enough() -> None:
+    assert len(CHEATS) >= 15
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "options", "message"),
+    [(8.0, {}, r"reward.timeout_s = 8 is not above total_s = 8"), (5.0, {"total_s": 6.0}, "total_s = 6")],
+)
+def test_a_time_limit_that_would_make_slow_programs_abstain_is_refused(
+    timeout_s: float, options: dict[str, Any], message: str
+) -> None:
+    every = {"test_timeout_s": 2.0, "total_s": 8.0, "memory_mb": 512, "threshold": None, "sandbox": "weak"}
+    with pytest.raises(InputError, match=message):
+        code.refuse(timeout_s, **(every | options))
+    code.refuse(10.0, **every)
