@@ -456,7 +456,7 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     assert re.search(
         r"data\[0\] arithmetic +15692 +8 +15684 beyond max_rows +8 +18 to 18, median 18 +the settings'", out
     )
-    assert "data[0] row 0: '<s>What is 10 + 10?\\n' → '20'" in out
+    assert "data[0] row 1: '<s>What is 10 + 10?\\n' → '20'" in out
     assert len(re.findall(r"^    reward [\d.]+  advantage [+-][\d.]+  '", out, re.MULTILINE)) == 4  # 2 prompts × 2
     assert out.endswith("ok: `podium train` would start\n")
     assert snapshot(here) == before

@@ -36,7 +36,8 @@ class OrderedData:
         if not rows:
             raise InputError("data: the sources hold no rows; give a file or a split that has some")
         self._rows, self._plan, self._seed = rows, plan, seed
-        self._ids = [_rendered(tokenizer, number, row, system) for number, row in enumerate(rows, start=1)]
+        numbers = [number for source in sources for number in range(1, source.num_rows + 1)]
+        self._ids = [_rendered(tokenizer, *numbered, system) for numbered in zip(numbers, rows, strict=True)]
         self.sources, self.num_rows = sources, len(rows)
         limits = [source.max_prompt_tokens for source in sources for _ in range(source.num_rows)]
         self.is_kept = [0 < len(ids) <= limit for ids, limit in zip(self._ids, limits, strict=True)]

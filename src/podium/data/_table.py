@@ -14,13 +14,14 @@ from podium.data._mixture import Source
 from podium.data._order import OrderedData
 
 SHOWN_PROMPTS = 3
+SHOWN_CHARACTERS = 400
 WIDTH = 116
 
 
 def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
     """`section` is the name of the tables in the settings."""
     heads = ["source", "rows", "kept", "dropped", "a pass", "prompt tokens", "rewards"]
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     all_lengths, all_rewards = data.all_lengths, data.rewards
     shown: list[str] = []
     begin = 0
@@ -37,8 +38,13 @@ def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
             f"{min(lengths)} to {max(lengths)}, median {median(lengths):.0f}" if lengths else "",
             _rewards([all_rewards[index] for index in kept]),
         )
-        shown += [_prompt_line(data, index, tokenizer, f"{section}[{number}]") for index in kept[:SHOWN_PROMPTS]]
-    return [*_as_lines(table), "", *shown]
+        for index in kept[:SHOWN_PROMPTS]:
+            prompt = data.prompt_of_row(index, index)
+            text = _shortened(repr(tokenizer.decode(prompt.token_ids)))
+            shown.append(
+                f"{section}[{number}] row {index - rows.start + 1}: {text} → {_shortened(repr(prompt.answer))}"
+            )
+    return [*_as_lines(table), "as the policy sees them:", *shown]
 
 
 def _dropped(source: Source, lengths: Sequence[int]) -> str:
@@ -57,12 +63,13 @@ def _rewards(named: Sequence[tuple[str, ...]]) -> str:
     counts = Counter(sorted(named))
     if set(counts) <= {()}:
         return "the settings'"
-    return ", ".join(f"{' + '.join(names) or 'the settings'} ({count})" for names, count in counts.items())
+    named_by = {names: " + ".join(names) or "the settings'" for names in counts}
+    return ", ".join(f"{named_by[names]} ({count})" for names, count in counts.items())
 
 
-def _prompt_line(data: OrderedData, index: int, tokenizer: Any, where: str) -> str:
-    prompt = data.prompt_of_row(index, index)
-    return f"{where} row {index}: {tokenizer.decode(prompt.token_ids)!r} → {prompt.answer!r}"
+def _shortened(text: str) -> str:
+    """The beginning and the end, where there is much between."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 100]} … {text[-100:]}"
 
 
 def _as_lines(table: Table) -> list[str]:
