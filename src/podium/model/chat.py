@@ -28,7 +28,7 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
         turns.insert(0, {"role": "system", "content": system})
     if tokenizer.chat_template is None:
         text = "\n".join(turn["content"] for turn in turns)
-        return tuple(tokenizer(text, add_special_tokens=True, split_special_tokens=True).input_ids)
+        return tuple(tokenizer(text, add_special_tokens=True, split_special_tokens=True, verbose=False).input_ids)
     controls = _control_tokens(tokenizer, str(tokenizer.chat_template))
     if not any(control in turn["content"] for turn in turns for control in controls):
         return tuple(_encode_template(tokenizer, _apply(tokenizer, turns)))
@@ -52,7 +52,7 @@ def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
 
 
 def _encode_template(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # no warning of length: it is counted
 
 
 def _encode_text(tokenizer: Any, text: str, controls: Sequence[str]) -> list[int]:
@@ -61,7 +61,7 @@ def _encode_text(tokenizer: Any, text: str, controls: Sequence[str]) -> list[int
     cuts = [0, *(match.start() + 1 for match in found), len(text)]
     ids: list[int] = []
     for begin, end in pairwise(cuts):
-        ids += tokenizer(text[begin:end], add_special_tokens=False, split_special_tokens=True).input_ids
+        ids += tokenizer(text[begin:end], add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids
     return ids
 
 
