@@ -462,6 +462,14 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     assert snapshot(here) == before
 
 
+def test_check_notes_that_a_step_is_larger_than_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=9"]) == 0
+    note = "note: a step draws 9 prompts and a pass has 8: the same prompt comes twice in a step"
+    assert note in capsys.readouterr().out
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=8"]) == 0
+    assert "comes twice" not in capsys.readouterr().out
+
+
 def test_train_with_json_prints_a_json_object_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "eval.toml").write_text(SETTINGS + HELD_OUT)
     assert cli.main(["train", "eval.toml", "--run.steps=2", "--json"]) == 0

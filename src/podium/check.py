@@ -43,7 +43,7 @@ def check(settings: Settings) -> str:
     groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
-        _section("data", data_lines(data, policy.tokenizer, "data")),
+        _section("data", data_lines(data, policy.tokenizer, "data") + _data_notes(settings, data)),
         *([_section("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
         _section("reward dry-run", [line for group in groups for line in _group_lines(group)]),
         _section("memory", _memory_lines(settings, policy, data)),
@@ -79,6 +79,13 @@ def _settings_lines(settings: Settings) -> list[str]:
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
         lines.append("note: with one update per batch the ratio is 1 and the clip bounds cannot bind")
     return lines
+
+
+def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
+    a_step, a_pass = settings.run.prompts_per_step, sum(map(data.num_drawn, data.pools))
+    if a_step <= a_pass:
+        return []
+    return [f"note: a step draws {a_step} prompts and a pass has {a_pass}: the same prompt comes twice in a step"]
 
 
 def _group_lines(group: Group) -> list[str]:
