@@ -177,7 +177,7 @@ def test_broken_settings_are_told_before_anything_is_written(
 BROKEN_ROWS = {
     "no JSON": (
         '{"prompt": "a", "answer": "1"}\nnot json\n',
-        r".*has 1 bad rows; mend or remove them:\n  row 2: Expecting value.*",
+        r".*has 1 bad row; mend or remove it:\n  row 2: Expecting value.*",
     ),
     "several": (
         '{"prompt": 1}\n\n{"messages": []}\n',
@@ -453,8 +453,8 @@ def test_list_shows_every_stage_with_its_choices(capsys: pytest.CaptureFixture[s
     heads = [line for line in lines if not line.startswith(" ")]
     assert heads == list(dict.fromkeys([*SECTIONS, *STAGES]))
     assert "  steps = 100   Trainer steps." in lines
-    assert "  jsonl          Data from a JSON Lines file: one object a line." in lines
-    assert "      path = required   the file" in lines
+    assert "  jsonl          Data from a JSON Lines file or URL: one object a line." in lines
+    assert "      path = required   the file, or an http:// or https:// URL" in lines
 
 
 def test_list_of_one_stage_shows_its_options_with_defaults_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -491,12 +491,21 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     out = capsys.readouterr().out
     for part in ("settings", "data", "reward dry-run", "memory"):
         assert re.search(rf"^{part}$", out, re.MULTILINE)
-    assert "8 rows, 0 dropped because the prompt is too long" in out
-    assert "prompt tokens: shortest 18, median 18, longest 18" in out
-    assert "row 0 (arithmetic): '<s>What is 10 + 10?\\n' → '20'" in out
+    assert re.search(
+        r"data\[0\] arithmetic +15692 +8 +15684 beyond max_rows +8 +18 to 18, median 18 +the settings'", out
+    )
+    assert "data[0] row 1: '<s>What is 10 + 10?\\n' → '20'" in out
     assert len(re.findall(r"^    reward [\d.]+  advantage [+-][\d.]+  '", out, re.MULTILINE)) == 4  # 2 prompts × 2
     assert out.endswith("ok: `podium train` would start\n")
     assert snapshot(here) == before
+
+
+def test_check_notes_that_a_step_is_larger_than_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=9"]) == 0
+    note = "note: a step draws 9 prompts and a pass has 8: the same prompt comes twice in a step"
+    assert note in capsys.readouterr().out
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=8"]) == 0
+    assert "comes twice" not in capsys.readouterr().out
 
 
 def test_train_with_json_prints_a_json_object_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,16 @@ def answer_text(prompt: Prompt) -> str | None:
     return str(answer) if is_plain else None
 
 
+def answer_within(before: str, after: str = "") -> Callable[[Prompt], str | None]:
+    """For `gold_answer`: the answer's text with something around it."""
+
+    def write(prompt: Prompt) -> str | None:
+        text = answer_text(prompt)
+        return None if text is None else f"{before}{text}{after}"
+
+    return write
+
+
 def bind_options(function: Any, options: Mapping[str, Any]) -> Any:
     """The reward with its options bound; its marks stay on it."""
     bound = partial(function, **options)

@@ -7,7 +7,7 @@ no answer. The row's answer is an integer, or a text with such a block.
 from typing import Any
 
 from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._markup import last_block
 from podium.reward._numbers import expected_integer, numbers_in
 
@@ -23,6 +23,7 @@ def check(row: Row) -> None:
     label(row.answer)
 
 
+@gold_answer(answer_within("<answer>", "</answer>"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def answer_tag(prompt: Prompt, rollout: Rollout) -> float:

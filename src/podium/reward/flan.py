@@ -4,12 +4,13 @@ Without those words the score is 0. Any of several answers will do, where `answe
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._squad import check, expected_texts, normal_form
 
 MARKER = "The answer is:"
 
 
+@gold_answer(answer_within("The answer is: "))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def flan(prompt: Prompt, rollout: Rollout) -> float:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import checks_answer, declare_range, gold_answer
 from podium.reward._ifeval_label import constraints
 
 
@@ -18,6 +18,7 @@ def check(row: Row) -> None:
     constraints(row)
 
 
+@gold_answer("what follows all instructions of a row is not in the row")
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def ifeval(

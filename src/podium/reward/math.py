@@ -7,12 +7,13 @@ or if math-verify finds them equal: `1/2` is `0.5`, `x = 5` is `5`, `\{1, 2\}` i
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._math_equal import same_answer
 from podium.reward._math_label import check, expected_answer
 from podium.reward._math_text import find_answer
 
 
+@gold_answer(answer_within(r"The answer is \boxed{", "}"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def math(prompt: Prompt, rollout: Rollout) -> float:

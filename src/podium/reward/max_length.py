@@ -10,7 +10,7 @@ from pydantic import Field
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import checks_answer, declare_range, gold_answer
 
 
 def target_tokens(answer: Any) -> float:
@@ -29,6 +29,7 @@ def check(row: Row) -> None:
     target_tokens(row.answer)
 
 
+@gold_answer("it scores the length, not the answer")
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def max_length(

@@ -10,9 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.reward._contract import declare_range, gold_answer
 
 
+@gold_answer("it scores the length, not the answer")
 @declare_range(-1.0, 0.0)
 def overlong(
     prompt: Prompt,

@@ -6,9 +6,10 @@ Needs no answer. `<think>` itself is not asked for, since chat templates often o
 import re
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.reward._contract import declare_range, gold_answer
 
 
+@gold_answer("it scores the form, not the answer")
 @declare_range(0.0, 1.0)
 def r1_format(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""

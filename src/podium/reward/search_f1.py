@@ -9,11 +9,12 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._search import check, found_answer, labels
 from podium.reward._squad import word_f1
 
 
+@gold_answer(answer_within("<answer>", "</answer>"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def search_f1(

@@ -4,12 +4,13 @@ Answers are compared as `math` compares them.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._math_equal import same_answer
 from podium.reward._math_label import check, expected_answer
 from podium.reward._math_text import last_boxed, usable
 
 
+@gold_answer(answer_within(r"\boxed{", "}"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
 def strict_math(prompt: Prompt, rollout: Rollout) -> float:

@@ -12,11 +12,12 @@ Needs no answer. A chat template that opens `<think>` itself leaves 0.25 at most
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range
+from podium.reward._contract import declare_range, gold_answer
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
+@gold_answer("it scores the form, not the answer")
 @declare_range(0.0, 1.0)
 def think_format(prompt: Prompt, rollout: Rollout) -> float:
     """One of five values."""

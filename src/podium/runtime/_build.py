@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from podium.advantage._assign import assign_advantages
+from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
@@ -56,8 +57,28 @@ def check_trainer(settings: Settings) -> None:
     check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
-def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
-    """The rows of all sources, one after the other, then in the run's order."""
+@dataclass(frozen=True)
+class ReadSource:
+    """One table of `[[data]]` and its rows, as they were before the model was there to render them."""
+
+    table: DataSource
+    rows: Sequence[Row]
+    num_beyond_max_rows: int
+
+
+def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
+    """Reads every source. It needs no model, so bad data is told before one is loaded."""
+    read = []
+    for table in tables:
+        rows = find("data", table.name)(**table.options)
+        some = rows[: table.max_rows]
+        named = [Row(row.messages, row.answer, row.reward, row.source or table.name, row.metadata) for row in some]
+        read.append(ReadSource(table, named, len(rows) - len(some)))
+    return read
+
+
+def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
+    """The rows of all sources, rendered, in the run's order."""
     max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
     context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
     fits = context - max_new_tokens
@@ -65,18 +86,20 @@ def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy
         raise InputError(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    rows: list[Row] = []
-    limits: list[int] = []
-    for source in sources:
-        some = find("data", source.name)(**source.options)[: source.max_rows]
-        rows += [Row(row.messages, row.answer, row.reward, row.source or source.name, row.metadata) for row in some]
-        limits += [min(fits, source.max_prompt_tokens or fits)] * len(some)
-    return OrderedData(rows, limits, policy.tokenizer, plan, settings.run.seed, settings.rollout.options.get("system"))
-
-
-def held_out_data(settings: Settings, policy: Policy, plan: Plan) -> OrderedData | None:
-    """The `[[eval.data]]` sources, or None."""
-    return build_data(settings, settings.eval.data, policy, plan) if settings.eval.data else None
+    sources = [
+        Source(
+            name=each.table.name,
+            num_rows=len(each.rows),
+            max_prompt_tokens=min(fits, each.table.max_prompt_tokens or fits),
+            num_beyond_max_rows=each.num_beyond_max_rows,
+            weight=each.table.weight,
+            rows=each.table.rows,
+        )
+        for each in read
+    ]
+    rows = [row for each in read for row in each.rows]
+    system = settings.rollout.options.get("system")
+    return OrderedData(rows, sources, policy.tokenizer, plan, settings.run.seed, system)
 
 
 def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
