@@ -133,7 +133,7 @@ def test_settings_reach_the_plan_and_the_options(tmp_path: Path) -> None:
     assert settings.trainer.options["betas"] == (0.8, 0.9)
     assert settings.data[0].options == {"split": "train", "operations": "+"}
     assert (settings.data[0].max_rows, settings.data[0].max_prompt_tokens) == (5, 30)
-    assert settings.data[1].options == {"path": Path("rows.jsonl")}
+    assert settings.data[1].options["path"] == "rows.jsonl"
     assert [reward.weight for reward in settings.reward] == [0.5, 1.0]
     assert settings.eval.data[0].options["split"] == "held_out"
 
@@ -200,7 +200,7 @@ TOP = (
         ),
         (
             {"eval": {"data": [{"name": "jsonl", "file": "x"}]}},
-            "eval.data[0].file is not an option of jsonl; Valid: path",
+            "eval.data[0].file is not an option of jsonl; Valid: answer_column, path, prompt_column, reward_column",
         ),
         (
             {"report": [{"name": "page", "every": 1}]},

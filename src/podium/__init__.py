@@ -12,7 +12,7 @@ from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
     from podium.reward._classes import register_reward
-    from podium.reward._contract import declare_range, gold_answer, runs_inline
+    from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
     from podium.run import evaluate, train
     from podium.settings import Settings
 
@@ -26,6 +26,7 @@ __all__ = [
     "Rollout",
     "Row",
     "Settings",
+    "checks_answer",
     "declare_range",
     "evaluate",
     "gold_answer",
@@ -36,6 +37,7 @@ __all__ = [
 
 _LAZY = {
     "Settings": "podium.settings",
+    "checks_answer": "podium.reward._contract",
     "declare_range": "podium.reward._contract",
     "evaluate": "podium.run",
     "gold_answer": "podium.reward._contract",

@@ -90,7 +90,8 @@ def describe(error: ValidationError, where: str) -> str:
         return f"{field} is required"
     if not field:  # two fields that do not agree: the message names both
         return str(first.get("ctx", {}).get("error", first["msg"]))
-    return f"{field} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{field} = {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _find_user_object(stage: str, name: str) -> Callable[..., Any]:

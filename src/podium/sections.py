@@ -211,6 +211,18 @@ class DataSource(Choice):
     """Keeps the first rows only."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer prompts are dropped and counted; by default what the context leaves beside max_new_tokens."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the drawn prompts, beside the weights of the other tables."""
+    rows: int | float | None = None
+    """Rows of a pass, chosen by run.seed: 500 is so many, 0.5 is half of them, 1.0 all of them, 2.0 each twice."""
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _rows_are_a_number_or_a_share(cls, given: Any) -> Any:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if given is not None and (not is_number or not 0 < given < float("inf")):
+            raise ValueError("give a number of rows such as 500, or a share such as 0.5 or 2.0")
+        return given
 
 
 class Reward(Choice):

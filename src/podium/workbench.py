@@ -20,7 +20,7 @@ from podium.reward._combine import NamedReward, has_highest
 from podium.reward._contract import answer_text, declared_range
 from podium.reward._messages import Failed
 from podium.reward._scoring import Scoring
-from podium.runtime._build import build_data, build_scoring, check_rewards, held_out_data
+from podium.runtime._build import build_data, build_scoring, check_rewards, read_sources
 from podium.settings import Settings
 
 SHOWN = 3
@@ -95,9 +95,10 @@ class Findings:
 def try_rewards(settings: Settings, max_rows: int) -> tuple[str, bool]:
     """The report as text, and whether all is well; `max_rows` of each reward's rows are taken, evenly."""
     check_rewards(settings)
+    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, settings.data, policy, settings.plan)
-    held_out = held_out_data(settings, policy, settings.plan)
+    data = build_data(settings, rows, policy, settings.plan)
+    held_out = build_data(settings, held_out_rows, policy, settings.plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     prompts = data.in_order() + (held_out.in_order() if held_out else [])
     with closing(scoring):

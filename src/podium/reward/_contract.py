@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from podium.errors import RewardContractError
-from podium.records import Prompt
+from podium.records import Prompt, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["each", "together", "batched"]
-MARKS = ("min_value", "max_value", "runs_inline", "refuse", "gold")
+MARKS = ("min_value", "max_value", "runs_inline", "refuse", "gold", "check_answer")
 """Attributes of a reward function that say more of it than its signature."""
 
 
@@ -62,6 +62,16 @@ def answer_text(prompt: Prompt) -> str | None:
     return str(answer) if is_plain else None
 
 
+def answer_within(before: str, after: str = "") -> Callable[[Prompt], str | None]:
+    """For `gold_answer`: the answer's text with something around it."""
+
+    def write(prompt: Prompt) -> str | None:
+        text = answer_text(prompt)
+        return None if text is None else f"{before}{text}{after}"
+
+    return write
+
+
 def bind_options(function: Any, options: Mapping[str, Any]) -> Any:
     """The reward with its options bound; its marks stay on it."""
     bound = partial(function, **options)
@@ -90,6 +100,19 @@ def style_of(function: Any) -> Style:
 def declared_range(function: Any) -> tuple[float, float]:
     """The declared range; without one, everything finite."""
     return getattr(function, "min_value", -math.inf), getattr(function, "max_value", math.inf)
+
+
+def checks_answer(check: Callable[[Row], None]) -> Callable[[F], F]:
+    """Decorator: `check` raises an `InputError` where the reward could not use the answer of a row.
+
+    It sees every row before the run starts: a label that nothing can match is found there, and is not a score of 0.
+    """
+
+    def mark(function: F) -> F:
+        function.check_answer = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float | None:

@@ -3,12 +3,14 @@
 import inspect
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from podium.advantage._assign import assign_advantages
+from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
@@ -34,6 +36,9 @@ from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
 from podium.trainer._optimizer import check_optimizer
 
+SHOWN = 20
+"""Unusable answers that the message lists."""
+
 DEFAULT_WORKER_MEMORY_MB = 4096
 
 
@@ -52,37 +57,62 @@ def check_trainer(settings: Settings) -> None:
     check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
-def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
-    """The rows of all sources, one after the other, then in the run's order."""
-    max_new_tokens, context = settings.rollout.options.get("max_new_tokens", 0), policy.max_context_tokens
+@dataclass(frozen=True)
+class ReadSource:
+    """One table of `[[data]]` and its rows, as they were before the model was there to render them."""
+
+    table: DataSource
+    rows: Sequence[Row]
+    num_beyond_max_rows: int
+
+
+def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
+    """Reads every source. It needs no model, so bad data is told before one is loaded."""
+    read = []
+    for table in tables:
+        rows = find("data", table.name)(**table.options)
+        some = rows[: table.max_rows]
+        named = [Row(row.messages, row.answer, row.reward, row.source or table.name, row.metadata) for row in some]
+        read.append(ReadSource(table, named, len(rows) - len(some)))
+    return read
+
+
+def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
+    """The rows of all sources, rendered, in the run's order."""
+    max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
+    context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
     fits = context - max_new_tokens
     if fits < 1:
         raise InputError(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    rows: list[Row] = []
-    limits: list[int] = []
-    for source in sources:
-        some = find("data", source.name)(**source.options)[: source.max_rows]
-        rows += [Row(row.messages, row.answer, row.reward, row.source or source.name, row.metadata) for row in some]
-        limits += [min(fits, source.max_prompt_tokens or fits)] * len(some)
-    return OrderedData(rows, limits, policy.tokenizer, plan, settings.run.seed, settings.rollout.options.get("system"))
+    sources = [
+        Source(
+            name=each.table.name,
+            num_rows=len(each.rows),
+            max_prompt_tokens=min(fits, each.table.max_prompt_tokens or fits),
+            num_beyond_max_rows=each.num_beyond_max_rows,
+            weight=each.table.weight,
+            rows=each.table.rows,
+        )
+        for each in read
+    ]
+    rows = [row for each in read for row in each.rows]
+    system = settings.rollout.options.get("system")
+    return OrderedData(rows, sources, policy.tokenizer, plan, settings.run.seed, system)
 
 
-def held_out_data(settings: Settings, policy: Policy, plan: Plan) -> OrderedData | None:
-    """The `[[eval.data]]` sources, or None."""
-    return build_data(settings, settings.eval.data, policy, plan) if settings.eval.data else None
-
-
-def probe_ids(data: OrderedData) -> list[int]:
-    """Fixed tokens for the parity probe: the first prompts, one after the other."""
+def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
+    """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
+    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
-    return (ids * 2)[: max(2, min(64, len(ids)))]
+    return (ids * 2)[: max(2, min(longest, len(ids)))]
 
 
-def parity_tolerance(settings: Settings) -> float:
-    """Wider only where the trainer alone computes in bfloat16; otherwise both run the same layers."""
-    return TOLERANCE[settings.trainer.options.get("precision", "float32")]
+def parity_tolerance(settings: Settings, engine: Any) -> float:
+    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+    precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
+    return max(TOLERANCE[precision] for precision in precisions)
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:
@@ -111,6 +141,7 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
     for names in combinations:
         if all(reward.format is not None for reward in scoring.rewards_of(names)):
             raise InputError(_without_task(data, names, by_name))
+    check_answers(scoring, data)
     return scoring
 
 
@@ -160,6 +191,26 @@ def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) ->
             f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
             "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
         )
+
+
+def check_answers(scoring: Scoring, data: Sequence[OrderedData]) -> None:
+    """Lets each reward look at the answers of its rows; names every row that it cannot use."""
+    complaints = []
+    for source in data:
+        for number, row in enumerate(source.rows, start=1):
+            for reward in scoring.rewards_of(row.reward):
+                try:
+                    getattr(reward.function, "check_answer", _any_answer)(row)
+                except (ValueError, TypeError) as error:
+                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {reward.name!r}: {error}")
+    if complaints:
+        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
+        listing = "\n".join(complaints[:SHOWN])
+        raise InputError(f"{len(complaints)} answers cannot be used; mend or remove the rows:\n{listing}{more}")
+
+
+def _any_answer(row: Row) -> None:
+    """For rewards that say nothing of the answers that they need."""
 
 
 def check_rewards(settings: Settings) -> None:

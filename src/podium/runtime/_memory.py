@@ -99,6 +99,10 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
+        weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
+        share = settings.engine.options.get("memory_share", 0.0)
+        return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if policy.peft is None:
         return 0 if settings.run.sync_every == 1 else trained
     adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
@@ -107,6 +111,8 @@ def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
 
 def _cache(settings: Settings, policy: Policy, longest: int) -> int:
     """Keys and values of all rollouts that are written at the same time."""
+    if settings.engine.name.startswith("vllm") and policy.device.type == "cuda":
+        return 0  # within its share
     config: Any = policy.model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
