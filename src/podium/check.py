@@ -17,6 +17,7 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import (
     build_advantages,
     build_data,
+    build_filter,
     build_scoring,
     check_retirement,
     check_rewards,
@@ -37,6 +38,7 @@ def check(settings: Settings) -> str:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
     check_trainer(settings)
+    build_filter(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, rows, policy, settings.plan)
@@ -57,7 +59,7 @@ def check(settings: Settings) -> str:
 
 async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
-    engine = make_engine(settings, policy, snapshot=False)
+    engine = make_engine(settings, policy, snapshot=settings.run.sync_every != 1)
     await engine.load_weights(policy.named_weights(), 0)
     rollout = make_rollout(
         settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"

@@ -285,7 +285,7 @@ class Batch:
         names = ("token_ids", "position_ids", "document_ids", "loss_mask", "advantages", "rollout_logprobs")
         names += ("old_logprobs", "reference_logprobs")
         tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32
     """The adapter is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input, while training."""
+    """On the adapter's input, while training only; its noise then shows in mismatch/*."""
     targets: str | list[str] = "all-linear"
     """Names of the linear layers that get an adapter."""
 
@@ -125,6 +125,13 @@ class CorrectionSection(Section):
     """Tokens with a ratio outside [1/band, band] get weight 0; by default none."""
     sequence_band: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | Literal[False] = (0.5, 2.0)
     """Rollouts whose geometric-mean ratio is outside get weight 0; false: none."""
+
+    @field_validator("sequence_band")
+    @classmethod
+    def _holds_1(cls, band: Any) -> Any:
+        if band and not band[0] <= 1 <= band[1]:
+            raise ValueError(f"the lower bound is at most 1 and the upper at least 1, not {list(band)}")
+        return band
 
 
 class LossSection(Choice):

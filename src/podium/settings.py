@@ -126,7 +126,13 @@ class Settings(Section):
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
-        updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+        minibatches = trainer.get("minibatches_per_step", 1)
+        if minibatches > self.run.prompts_per_step:
+            raise InputError(
+                f"trainer.minibatches_per_step = {minibatches}: a step has {self.run.prompts_per_step} groups and "
+                "divides none; lower it or raise run.prompts_per_step"
+            )
+        updates = trainer.get("epochs_per_batch", 1) * minibatches
         resolved["loss"] = resolved["loss"].completed(
             self.model.reference is not None, updates > 1, rollout.get("max_new_tokens", 1)
         )

@@ -256,7 +256,7 @@ def test_reward_choices_are_every_combination_that_rows_name() -> None:
 
 def test_rows_are_all_that_there_are_in_their_order() -> None:
     rows = [Row.from_text("a"), Row.from_text("too long"), Row.from_text("b")]
-    data = OrderedData(rows, [5] * 3, CharacterTokenizer(), Plan(1, 1, 2), 7)
+    data = OrderedData(rows, [Source("rows", 3, 5)], CharacterTokenizer(), Plan(1, 1, 2), 7)
     assert data.is_kept == [True, False, True]
     assert list(data.rows) == rows
 

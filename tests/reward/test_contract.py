@@ -10,10 +10,9 @@ import torch
 
 import podium
 from podium.errors import RewardContractError
-from podium.reward._contract import check_value, checks_answer, declare_range, declared_range
+from podium.reward._contract import bind_options, check_value, checks_answer, declare_range, declared_range
 from podium.reward._scoring import NamedReward, Scoring
 from podium.reward.exact import exact
-from podium.runtime._build import bind_options
 from tests.builders import make_group, make_prompt
 
 

@@ -78,9 +78,6 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     model, tokenizer = _load(str(source), settings, device)
     _refuse_larger_tokenizer(model, tokenizer, settings.name)
     check_model(model, settings.name)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
     twin = _share(model)
     peft = None
     if is_adapter or settings.lora is not False:
