@@ -366,13 +366,14 @@ def run_trl(model: str, weights: str, num_steps: int, pipe: int) -> None:
 
 def podium_prompts(tokenizer: Any, num_steps: int) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
+    from podium.data._mixture import Source
     from podium.data._order import OrderedData
     from podium.data.arithmetic import arithmetic
     from podium.records import Plan, RunState
 
     rows = arithmetic()
     plan = Plan(num_steps, PROMPTS_PER_STEP, GROUP_SIZE)
-    data = OrderedData(rows, [tokenizer.model_max_length] * len(rows), tokenizer, plan, SEED)
+    data = OrderedData(rows, [Source("rows", len(rows), tokenizer.model_max_length)], tokenizer, plan, SEED)
     return data.draw(RunState(), num_steps * PROMPTS_PER_STEP)
 
 

@@ -1,10 +1,15 @@
 """Real parts, each broken in one place. Named in the settings as `tests.broken:NAME`, as user code would be."""
 
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from podium.engine.inprocess import Inprocess
+from podium.engine.vllm_local import VllmLocal
 from podium.loss.grpo import grpo
 from podium.records import Batch, PolicyLoss
 from podium.rollout.single_turn import SingleTurn
@@ -34,6 +39,37 @@ class OldVersionEngine(Inprocess):
         before = self.policy_version
         await super().load_weights(weights, version)
         self.policy_version = version if before is None else before
+
+
+class StaleVllm(VllmLocal):
+    """Takes the first weights and says yes to all later ones."""
+
+    async def load_weights(self, weights, version):
+        if self.policy_version is None:
+            await super().load_weights(weights, version)
+        self.policy_version = version
+
+
+class AdapterOffVllm(VllmLocal):
+    """Loads every adapter and sends requests without it."""
+
+    def _add(self, name, token_ids, parameters, version):
+        self._adapter, kept = None, self._adapter
+        super()._add(name, token_ids, parameters, version)
+        self._adapter = kept
+
+
+class OtherTokenizerVllm(VllmLocal):
+    """Serves a base model whose ids mean other tokens: each row of the table stands one place further."""
+
+    def __init__(self, policy, snapshot=False, *, eager: bool = False, max_context_tokens: int | None = None):
+        folder = Path(tempfile.mkdtemp()) / "model"
+        shutil.copytree(policy.source, folder)
+        weights = load_file(folder / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        save_file({**weights, name: weights[name].roll(1, 0).contiguous()}, folder / "model.safetensors")
+        other = replace(policy, source=str(folder))
+        super().__init__(other, snapshot, eager=eager, max_context_tokens=max_context_tokens)
 
 
 def own_denominator(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:

@@ -177,7 +177,7 @@ def test_broken_settings_are_told_before_anything_is_written(
 BROKEN_ROWS = {
     "no JSON": (
         '{"prompt": "a", "answer": "1"}\nnot json\n',
-        r".*has 1 bad rows; mend or remove them:\n  row 2: Expecting value.*",
+        r".*has 1 bad row; mend or remove it:\n  row 2: Expecting value.*",
     ),
     "several": (
         '{"prompt": 1}\n\n{"messages": []}\n',
@@ -186,7 +186,20 @@ BROKEN_ROWS = {
     "empty file": ("\n\n", r"data: the sources hold no rows; give a file or a split that has some"),
     "unknown reward": (
         '{"prompt": "a", "reward": "nope"}\n',
-        r"a row names the reward 'nope', which is not known; known: arithmetic, .*exact.*",
+        r"row 1 of jsonl: reward 'nope' is not known; known: answer_tag, arithmetic, .*exact.*",
+    ),
+    "answers that their rewards cannot use": (
+        '{"prompt": "a", "answer": "85"}\n{"prompt": "b", "answer": "many"}\n'
+        '{"prompt": "c", "reward": ["exact", "gsm8k"], "answer": "many"}\n'
+        '{"prompt": "d", "reward": "ifeval", "answer": {"func_name": "verify_nothing"}}\n',
+        r"3 answers cannot be used; mend or remove the rows:\n"
+        r"  row 2 of jsonl, reward 'arithmetic': the answer must hold one integer, not 'many'\n"
+        r"  row 3 of jsonl, reward 'gsm8k': no number in the answer 'many'; .*\n"
+        r"  row 4 of jsonl, reward 'ifeval': 'verify_nothing' is not known; known: verify_keywords, .*",
+    ),
+    "many answers that cannot be used": (
+        '{"prompt": "a", "answer": "none"}\n' * 23,
+        r"23 answers cannot be used; mend or remove the rows:\n(  row .*\n){20}  and 3 more",
     ),
     "reward that no row uses": (
         '{"prompt": "a", "reward": "exact"}\n',
@@ -201,7 +214,7 @@ def test_broken_data_is_told_before_anything_is_written(
 ) -> None:
     (here / "rows.jsonl").write_text(rows)
     (here / "data.toml").write_text(
-        SETTINGS.replace('name = "arithmetic"\nmax_rows', 'name = "jsonl"\npath = "rows.jsonl"\nmax_rows')
+        SETTINGS.replace('name = "arithmetic"\nmax_rows = 8', 'name = "jsonl"\npath = "rows.jsonl"')
     )
     assert re.fullmatch(message, refused(here, capsys, "train", "data.toml"))
 
@@ -346,6 +359,31 @@ def test_check_refuses_what_train_would_refuse(here: Path, capsys: pytest.Captur
     assert refused(here, capsys, "check", "broken.toml") == "data.path = 'none.jsonl': no such file"
 
 
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_held_out_answers_are_checked_too(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "What is 10 + 38?", "answer": "48"}\n{"prompt": "And so?"}\n')
+    (here / "eval.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'rows.jsonl'\n")
+    assert refused(here, capsys, command, "eval.toml") == (
+        "1 answers cannot be used; mend or remove the rows:\n"
+        "  row 2 of jsonl, reward 'arithmetic': the answer must be a text or a number, not None"
+    )
+
+
+def test_a_reward_of_ones_own_may_check_answers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text(
+        "import podium\n\n\n"
+        "def check(row):\n    if int(row.answer) > 50:\n        raise ValueError('too large')\n\n\n"
+        "@podium.checks_answer(check)\n"
+        "def mine(prompt, rollout, *, scale: float = 1.0):\n    return scale\n"
+    )
+    (here / "rows.jsonl").write_text('{"prompt": "a", "answer": "48"}\n{"prompt": "b", "answer": "85"}\n')
+    settings = SETTINGS.replace('name = "arithmetic"\nmax_rows', 'name = "jsonl"\npath = "rows.jsonl"\nmax_rows')
+    (here / "own.toml").write_text(
+        settings.replace('[[reward]]\nname = "arithmetic"', "[[reward]]\nname = 'mine.py:mine'")
+    )
+    assert refused(here, capsys, "train", "own.toml").endswith("  row 2 of jsonl, reward 'mine.py:mine': too large")
+
+
 def test_a_run_whose_held_out_rows_name_their_own_reward_can_be_evaluated(here: Path) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "What is 10 + 38?", "answer": "48", "reward": "exact"}\n')
     (here / "eval.toml").write_text(SETTINGS + "[[eval.data]]\nname = 'jsonl'\npath = 'rows.jsonl'\n")
@@ -415,8 +453,8 @@ def test_list_shows_every_stage_with_its_choices(capsys: pytest.CaptureFixture[s
     heads = [line for line in lines if not line.startswith(" ")]
     assert heads == list(dict.fromkeys([*SECTIONS, *STAGES]))
     assert "  steps = 100   Trainer steps." in lines
-    assert "  jsonl          Data from a JSON Lines file: one object a line." in lines
-    assert "      path = required   the file" in lines
+    assert "  jsonl          Data from a JSON Lines file or URL: one object a line." in lines
+    assert "      path = required   the file, or an http:// or https:// URL" in lines
 
 
 def test_list_of_one_stage_shows_its_options_with_defaults_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,12 +491,21 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     out = capsys.readouterr().out
     for part in ("settings", "data", "reward dry-run", "memory"):
         assert re.search(rf"^{part}$", out, re.MULTILINE)
-    assert "8 rows, 0 dropped because the prompt is too long" in out
-    assert "prompt tokens: shortest 18, median 18, longest 18" in out
-    assert "row 0 (arithmetic): '<s>What is 10 + 10?\\n' → '20'" in out
+    assert re.search(
+        r"data\[0\] arithmetic +15692 +8 +15684 beyond max_rows +8 +18 to 18, median 18 +the settings'", out
+    )
+    assert "data[0] row 1: '<s>What is 10 + 10?\\n' → '20'" in out
     assert len(re.findall(r"^    reward [\d.]+  advantage [+-][\d.]+  '", out, re.MULTILINE)) == 4  # 2 prompts × 2
     assert out.endswith("ok: `podium train` would start\n")
     assert snapshot(here) == before
+
+
+def test_check_notes_that_a_step_is_larger_than_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=9"]) == 0
+    note = "note: a step draws 9 prompts and a pass has 8: the same prompt comes twice in a step"
+    assert note in capsys.readouterr().out
+    assert cli.main(["check", "good.toml", "--run.prompts_per_step=8"]) == 0
+    assert "comes twice" not in capsys.readouterr().out
 
 
 def test_train_with_json_prints_a_json_object_a_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,3 +31,23 @@ def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest
     trained = [line for line in steps if "loss/total" in line]
     assert len(trained) == 2
     assert all(line["mismatch/abs_mean"] < 1e-4 for line in trained)
+
+
+def test_a_reward_of_one_s_own_passes_its_check_and_teaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    settings = "examples/my_own_reward/settings.toml"
+    assert main(["check", settings, "--rewards", "--rows=10"]) == 0
+    assert "10 of 10" in capsys.readouterr().out
+    small = ["--run.steps=15", "--trainer.warmup_steps=0", "--eval.data.max_rows=64", "--model.device=cpu"]
+    assert main(["train", settings, f"--run.folder={tmp_path / 'run'}", *small, "--quiet"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert accuracies[-1] > accuracies[0] + 0.1
+    rewards = {
+        json.loads(line)["reward"]
+        for path in (tmp_path / "run" / "rollouts").iterdir()
+        for line in path.read_text().splitlines()
+    }
+    assert {1.0, 0.4} <= rewards  # right, and one off: 0.5 · (1 − 1/5)

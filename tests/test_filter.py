@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from podium.filter import filter_groups
 from podium.pack import pack
+from tests.builders import make_group, make_rollout
 from tests.test_pack import a_group
 
 
@@ -40,3 +41,12 @@ def test_masked_truncated_rollouts_leave_the_loss_and_the_denominators_but_not_t
     assert (batch.num_rollouts, batch.num_loss_tokens) == (2, 3)  # answers of 1 and 2 tokens; that of 3 is out
     [whole] = pack(filter_groups([group]), max_tokens_per_batch=99, temperature=1.0)
     assert (whole.num_rollouts, whole.num_loss_tokens) == (3, 6)
+
+
+def test_a_group_whose_rollouts_are_all_masked_is_dropped() -> None:
+    cut = tuple(make_rollout(finish_reason="length", sample_index=index) for index in range(2))
+    group = make_group((0.2, 1.2), rollouts=cut)
+    assert filter_groups([group], truncated="keep") == [group]
+    assert filter_groups([group], truncated="mask") == []
+    half = make_group((0.2, 1.2), rollouts=(cut[0], make_rollout(sample_index=1)))
+    assert len(filter_groups([half], truncated="mask")) == 1

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podium.model.row import num_row_tokens
 from podium.pack import best_fit, even_bins, pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 
@@ -202,3 +203,14 @@ def test_a_spare_batch_is_a_copy_of_the_shortest_document_without_a_loss_token()
 
 def test_nothing_to_pack_gives_no_rank_a_batch() -> None:
     assert pack([], max_tokens_per_batch=10, temperature=1.0, ranks=3) == []
+
+
+def test_answers_of_one_prompt_stay_together_and_their_prompt_counts_once() -> None:
+    """A prompt of 4 and answers of 3 take 4 + 3·3 = 13 tokens instead of 21; a fourth would need 16."""
+    groups = [a_group(n, (7, 8, 9, 6), [(1, 2, 3)] * 4, [1.0, -1.0, 0.5, -0.5]) for n in range(2)]
+    batches = pack(groups, max_tokens_per_batch=13, temperature=1.0, shared_prefix=True)
+    assert sorted(batch.ordinals for batch in batches) == [(0,), (0, 0, 0), (1,), (1, 1, 1)]
+    assert all(num_row_tokens(batch, True) <= 13 for batch in batches)
+    assert sum(batch.num_documents for batch in batches) == 8
+    roomy = pack(groups, max_tokens_per_batch=32, temperature=1.0, shared_prefix=True)
+    assert [batch.ordinals for batch in roomy] == [(0,) * 4 + (1,) * 4]  # 2 · (4 + 4·3) = 32

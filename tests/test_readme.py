@@ -46,6 +46,13 @@ def test_every_file_that_the_pages_link_to_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
+def test_every_reward_is_in_the_table_of_verifiers() -> None:
+    from podium.lookup import choices
+
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "verifiers.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == choices("reward")
+
+
 def test_every_metric_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     import json
 

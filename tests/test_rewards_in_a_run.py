@@ -12,12 +12,14 @@ import pytest
 import tomli_w
 
 from podium.cli import main
+from podium.lookup import choices
 from podium.reward import _sandbox
 from tests.conftest import small_tables
+from tests.reward.judging import Reply, answer_in, serving, verdict
 
 REWARDS = r'''
 import os, time
-from podium import Prompt, Rollout, declare_range, runs_inline
+from podium import Prompt, Rollout, declare_range, register_reward, runs_inline
 from podium.reward.arithmetic import arithmetic
 
 @declare_range(0.0, 1.2)
@@ -46,6 +48,36 @@ def hangs(prompt, rollout):
     with open("pids", "a") as file:
         file.write(f"{os.getpid()} {os.getppid()}\n")
     time.sleep(600)
+
+@register_reward("halved")
+class Halved:
+    """Made where the workers come from; its raw values are twice as large."""
+    min_value, max_value, weight = 0.0, 2.4, 1.2
+
+    def __init__(self, *, factor: float = 2.0):
+        with open("made", "a") as file:
+            file.write(f"{os.getpid()}\n")
+        self.factor = factor
+
+    def __call__(self, prompt, rollout):
+        return self.factor * arithmetic(prompt, rollout)
+
+@register_reward("halved_group")
+class HalvedGroup(Halved):
+    async def __call__(self, prompt, rollouts):
+        return [self.factor * arithmetic(prompt, rollout) for rollout in rollouts]
+
+class Unregistered:
+    def __call__(self, prompt, rollout):
+        return 0.0
+
+@declare_range(0.0, 1.0)
+def even(prompt, rollout):
+    return float(int(prompt.answer) % 2 == 0)
+
+@declare_range(0.0, 1.0)
+def wants_weight(prompt, rollout, *, weight: float = 1.0):
+    return weight
 
 @runs_inline
 @declare_range(0.0, 1.2)
@@ -105,6 +137,60 @@ def test_every_way_to_write_a_reward_gives_the_same_run(name: str, here: Path) -
     assert ledger_of(here) == expected
 
 
+@pytest.mark.parametrize("name", ["halved", "Halved", "halved_group"])
+def test_a_registered_class_runs_in_the_workers_normalised_with_its_own_weight(name: str, here: Path) -> None:
+    assert main(["train", write(here, {"name": "arithmetic"})]) == 0
+    expected = [line["reward"] for line in rollouts_of(here)]
+    (here / "run").rename(here / "first")
+    assert main(["train", write(here, {"name": f"rewards.py:{name}"})]) == 0
+    # weight 1.2 · (2 · reward) / 2.4
+    assert [line["reward"] for line in rollouts_of(here)] == pytest.approx(expected)
+    makers = (here / "made").read_text().split()
+    assert len(makers) == 1
+    assert int(makers[0]) != os.getpid()
+
+
+def test_a_format_reward_gates_what_rows_name_and_scale_multiplies(here: Path) -> None:
+    rows = [{"prompt": f"What is 1{n} + 20?", "answer": f"3{n}", "reward": "sums"} for n in range(4)]
+    (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    tables = small_tables(here / "run", steps=1) | {"data": [{"name": "jsonl", "path": "rows.jsonl"}]}
+    tables |= {"reward": [{"name": "rewards.py:even", "format": "gate"}]}
+    tables |= {"scoring": {"scale": 10.0, "remap": {"sums": "arithmetic"}}}
+    (here / "run.toml").write_text(tomli_w.dumps(tables))
+    assert main(["train", str(here / "run.toml")]) == 0
+    lines = rollouts_of(here)
+    assert {line["reward_parts"]["rewards.py:even"] for line in lines} == {0.0, 1.0}
+    for line in lines:
+        parts = line["reward_parts"]
+        assert line["reward"] == pytest.approx(10 * parts["arithmetic"] * parts["rewards.py:even"])
+
+
+def test_a_judge_scores_a_run_and_its_tokens_are_in_the_metrics(here: Path) -> None:
+    def respond(number: int, text: str) -> Reply:
+        return Reply(status=503) if number == 1 else Reply(verdict(text, len(answer_in(text)) % 11))
+
+    with serving(respond) as server:
+        reward = {"name": "judge", "base_url": server.base_url, "model": "m", "retry_s": 0.01, "price_in": 5.0}
+        assert main(["train", write(here, reward)]) == 0
+    lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    # 4 prompts × 4 rollouts a step, and one request of the first had to be repeated
+    assert [line["reward/judge_requests"] for line in lines] == [17.0, 16.0]
+    assert [line.get("reward/judge_retries") for line in lines] == [1.0, None]
+    assert [line["reward/judge_cost"] for line in lines] == pytest.approx([1600 * 5e-6] * 2)
+    assert len(server.texts) == 33
+    for line in rollouts_of(here):
+        assert line["reward"] == pytest.approx(len(line["text"]) % 11 / 10)
+
+
+def test_what_a_judge_costs_in_an_evaluation_is_told_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda number, text: Reply(verdict(text, 5))) as server:
+        reward = {"name": "judge", "base_url": server.base_url, "model": "m"}
+        held_out = {"data": [{"name": "arithmetic", "split": "held_out", "max_rows": 3}]}
+        assert main(["eval", "embedded", write(here, reward, eval=held_out), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert (metrics["eval/judge_requests"], metrics["eval/judge_tokens_out"]) == (3.0, 60.0)
+
+
 def test_a_list_that_is_too_short_stops_the_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", write(here, {"name": "rewards.py:one_short"})]) == 1
     assert "reward 'rewards.py:one_short' on prompt 0 (arithmetic) returned 3 values for 4 rollouts" in (
@@ -144,6 +230,42 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"name": "arithmetic"},
         {"worker_memory_mb": 100},
         "scoring.worker_memory_mb has no effect: no reward of this run needs a worker process; remove it",
+    ),
+    "the weight of a gate": (
+        {"name": "arithmetic", "format": "gate", "weight": 2.0},
+        {},
+        "reward[0].weight has no effect: a gate takes no part in the sum; remove it",
+    ),
+    "a gate without a highest value": (
+        {"name": "rewards.py:one_short", "format": "gate"},
+        {},
+        "reward 'rewards.py:one_short' with format = 'gate': it does not declare its highest value, so when it lets "
+        "the others through is not known; put podium.declare_range(lowest, highest) on it",
+    ),
+    "a format and nothing else": (
+        {"name": "arithmetic", "format": "add"},
+        {},
+        "no reward but for the format, 'arithmetic'; add a [[reward]] table without 'format'",
+    ),
+    "a class that is not registered": (
+        {"name": "rewards.py:Unregistered"},
+        {},
+        "reward.name = 'rewards.py:Unregistered' is a class; put @podium.register_reward(\"name\") on it",
+    ),
+    "an option that is a key of the table": (
+        {"name": "rewards.py:wants_weight"},
+        {},
+        "reward[0]: rewards.py:wants_weight has an option 'weight', which is a key of the table; rename it",
+    ),
+    "another name for what no row names": (
+        {"name": "arithmetic"},
+        {"remap": {"gsm8k": "exact"}},
+        "scoring.remap.gsm8k has no effect: no row names the reward 'gsm8k'; remove it",
+    ),
+    "another name that is not known": (
+        {"name": "arithmetic"},
+        {"remap": {"gsm8k": "maths"}},
+        f"scoring.remap: reward 'maths' is not known; known: {', '.join(choices('reward'))}, or a 'module:object'",
     ),
     "the started script": (
         {"name": "__main__:main"},

@@ -35,7 +35,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "rollout": {"name": "single_turn", "temperature": 1.0, "max_new_tokens": 256, "stop": []},
         "engine": {"name": "inprocess", "concurrency": 512},
         "reward": [],
-        "scoring": {"max_failed_share": 0.1},
+        "scoring": {"max_failed_share": 0.1, "scale": 1.0, "remap": {}},
         "filter": {"drop_no_signal": True, "truncated": "keep", "refill": False},
         "advantage": {"name": "grpo", "std": "population", "eps": 1e-4, "positive_only": False},
         "pack": {"shared_prefix": False},
@@ -133,7 +133,7 @@ def test_settings_reach_the_plan_and_the_options(tmp_path: Path) -> None:
     assert settings.trainer.options["betas"] == (0.8, 0.9)
     assert settings.data[0].options == {"split": "train", "operations": "+"}
     assert (settings.data[0].max_rows, settings.data[0].max_prompt_tokens) == (5, 30)
-    assert settings.data[1].options == {"path": Path("rows.jsonl")}
+    assert settings.data[1].options["path"] == "rows.jsonl"
     assert [reward.weight for reward in settings.reward] == [0.5, 1.0]
     assert settings.eval.data[0].options["split"] == "held_out"
 
@@ -175,7 +175,8 @@ TOP = (
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
         (
             {"scoring": {"x": 1}},
-            "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty, worker_memory_mb, workers",
+            "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty, remap, "
+            "scale, worker_memory_mb, workers",
         ),
         (
             {"loss": {"clip": 0.2}},
@@ -199,7 +200,7 @@ TOP = (
         ),
         (
             {"eval": {"data": [{"name": "jsonl", "file": "x"}]}},
-            "eval.data[0].file is not an option of jsonl; Valid: path",
+            "eval.data[0].file is not an option of jsonl; Valid: answer_column, path, prompt_column, reward_column",
         ),
         (
             {"report": [{"name": "page", "every": 1}]},

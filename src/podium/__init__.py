@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
-    from podium.reward._contract import declare_range, runs_inline
+    from podium.reward._classes import register_reward
+    from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
     from podium.run import evaluate, train
     from podium.settings import Settings
 
@@ -19,12 +20,28 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Prompt", "Rollout", "Row", "Settings", "declare_range", "evaluate", "runs_inline", "train"]
+__all__ = [
+    "Group",
+    "Prompt",
+    "Rollout",
+    "Row",
+    "Settings",
+    "checks_answer",
+    "declare_range",
+    "evaluate",
+    "gold_answer",
+    "register_reward",
+    "runs_inline",
+    "train",
+]
 
 _LAZY = {
     "Settings": "podium.settings",
+    "checks_answer": "podium.reward._contract",
     "declare_range": "podium.reward._contract",
     "evaluate": "podium.run",
+    "gold_answer": "podium.reward._contract",
+    "register_reward": "podium.reward._classes",
     "runs_inline": "podium.reward._contract",
     "train": "podium.run",
 }

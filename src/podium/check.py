@@ -6,10 +6,9 @@ the run's rewards, and adds up the memory. Writes nothing.
 
 import asyncio
 from contextlib import closing
-from statistics import median
-from typing import Any
 
 from podium.data._order import OrderedData
+from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
 from podium.model.load import Policy, load_policy
 from podium.records import Group
@@ -18,18 +17,18 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import (
     build_advantages,
     build_data,
+    build_filter,
     build_scoring,
     check_retirement,
     check_rewards,
     check_trainer,
-    held_out_data,
     make_engine,
     make_rollout,
+    read_sources,
 )
 from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
 
-SHOWN_PROMPTS = 3
 DRY_RUN_PROMPTS = 2
 
 
@@ -39,16 +38,19 @@ def check(settings: Settings) -> str:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
     check_trainer(settings)
+    build_filter(settings)
+    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, settings.data, policy, settings.plan)
-    held_out = held_out_data(settings, policy, settings.plan)
+    data = build_data(settings, rows, policy, settings.plan)
+    held_out = build_data(settings, held_out_rows, policy, settings.plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
     with closing(scoring):
         groups = asyncio.run(_dry_run(settings, policy, data, scoring))
     parts = [
         _section("settings", _settings_lines(settings)),
-        _section("data", _data_lines(data, policy.tokenizer)),
+        _section("data", data_lines(data, policy.tokenizer, "data") + _data_notes(settings, data)),
+        *([_section("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
         _section("reward dry-run", [line for group in groups for line in _group_lines(group)]),
         _section("memory", _memory_lines(settings, policy, data)),
     ]
@@ -57,7 +59,7 @@ def check(settings: Settings) -> str:
 
 async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
-    engine = make_engine(settings, policy, snapshot=False)
+    engine = make_engine(settings, policy, snapshot=settings.run.sync_every != 1)
     await engine.load_weights(policy.named_weights(), 0)
     rollout = make_rollout(
         settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
@@ -85,17 +87,11 @@ def _settings_lines(settings: Settings) -> list[str]:
     return lines
 
 
-def _data_lines(data: OrderedData, tokenizer: Any) -> list[str]:
-    lengths = data.lengths
-    lines = [
-        f"{data.num_rows} rows, {data.num_dropped} dropped because the prompt is too long",
-        f"prompt tokens: shortest {min(lengths)}, median {median(lengths):.0f}, longest {max(lengths)}",
-    ]
-    for prompt in data.in_order(SHOWN_PROMPTS):
-        lines.append(
-            f"row {prompt.ordinal} ({prompt.source}): {tokenizer.decode(prompt.token_ids)!r} → {prompt.answer!r}"
-        )
-    return lines
+def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
+    a_step, a_pass = settings.run.prompts_per_step, sum(map(data.num_drawn, data.pools))
+    if a_step <= a_pass:
+        return []
+    return [f"note: a step draws {a_step} prompts and a pass has {a_pass}: the same prompt comes twice in a step"]
 
 
 def _group_lines(group: Group) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from podium import __version__
 from podium.errors import InputError, PodiumError
 
+DEFAULT_ROWS = 200
 FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.", "report.")
 """Settings that may change when a run goes on; any other would make it another run."""
 
@@ -94,6 +95,14 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def check(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
+    if options.rewards:
+        from podium.workbench import try_rewards
+
+        report, is_good = try_rewards(settings, options.rows or DEFAULT_ROWS)
+        print(report)
+        return 0 if is_good else InputError.exit_code
+    if options.rows is not None:
+        raise InputError("--rows has no effect without --rewards; add it or remove this one")
     from podium.check import check as run
 
     print(run(settings))
@@ -134,6 +143,12 @@ def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
     from podium.settings import Settings
 
     return Settings.from_toml(options.settings, overrides)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _console_mode(options: argparse.Namespace) -> str | None:
@@ -178,7 +193,14 @@ def _parser() -> argparse.ArgumentParser:
         ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
         as_json,
     )
-    command("check", check, "everything short of training: settings, data, rewards, memory", settings)
+    command(
+        "check",
+        check,
+        "everything short of training: settings, data, rewards, memory",
+        settings,
+        ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
+        ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
+    )
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",

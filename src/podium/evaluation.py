@@ -14,7 +14,7 @@ async def held_out_groups(rollout: RolloutStage, reward: RewardStage, prompts: S
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`eval/*`: mean over prompts of each one's mean over its rollouts."""
+    """`eval/*`: mean over prompts of each one's mean over its rollouts; what rewards counted on the way is summed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
     correct = [[value for value in group.correct if value is not None] for group in groups]
@@ -24,6 +24,9 @@ def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "eval/length_mean": fmean(len(rollout.token_ids) for rollout in rollouts),
         "eval/prompts": float(len(groups)),
     }
+    for group in groups:
+        for name, value in group.reward_counts.items():
+            metrics[f"eval/{name}"] = metrics.get(f"eval/{name}", 0.0) + value
     if any(correct):
         metrics = {"eval/accuracy": fmean(fmean(values) for values in correct if values), **metrics}
     return metrics

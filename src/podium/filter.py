@@ -21,8 +21,14 @@ def filter_groups(
     if accept is not None:
         kept = [group for group in kept if accept(group)]
     if truncated == "mask":
-        kept = [replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts))) for group in kept]
+        masked = [replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts))) for group in kept]
+        kept = [group for group in masked if _has_something_to_train(group)]
     return kept
+
+
+def _has_something_to_train(group: Group) -> bool:
+    pairs = zip(group.rollouts, group.rewards, strict=True)
+    return any(reward is not None and any(rollout.loss_mask) for rollout, reward in pairs)
 
 
 def _masked_if_cut(rollout: Rollout) -> Rollout:

@@ -90,7 +90,8 @@ def describe(error: ValidationError, where: str) -> str:
         return f"{field} is required"
     if not field:  # two fields that do not agree: the message names both
         return str(first.get("ctx", {}).get("error", first["msg"]))
-    return f"{field} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{field} = {first['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
@@ -102,7 +103,8 @@ def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
             f"{stage}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
             "give module:object or path.py:object"
         ) from None
-    thing = getattr(module, attribute, None)
+    registered = (thing for thing in vars(module).values() if getattr(thing, "registered_name", None) == attribute)
+    thing = getattr(module, attribute, None) or next(registered, None)
     if not callable(thing):
         raise InputError(f"{stage}.name = {name!r}: {place} has no function or class {attribute!r}")
     return thing

@@ -183,6 +183,8 @@ class Group:
     """Whether the reward is the highest possible; None where no highest is declared."""
     reward_failures: Mapping[str, int] = field(default_factory=dict)
     """Why calls gave no value (`reward: error: message`, `reward: timeout after 10 s`), and how often."""
+    reward_counts: Mapping[str, float] = field(default_factory=dict)
+    """What rewards counted on the way, such as a judge's tokens."""
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
     scoring_s: float = 0.0
@@ -283,7 +285,7 @@ class Batch:
         names = ("token_ids", "position_ids", "document_ids", "loss_mask", "advantages", "rollout_logprobs")
         names += ("old_logprobs", "reference_logprobs")
         tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from podium.records import Group, RunState
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
+    build_data,
     build_scoring,
     check_rewards,
     eval_options,
-    held_out_data,
     make_engine,
     make_rollout,
+    read_sources,
 )
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
@@ -84,9 +85,9 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = settings.resolve()
     check_rewards(settings)
+    rows = read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
-    held_out = held_out_data(settings, policy, settings.plan)
-    assert held_out is not None
+    held_out = build_data(settings, rows, policy, settings.plan)
     engine = make_engine(settings, policy, snapshot=False)
     rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
     scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from podium.errors import InputError
-from podium.lookup import find, validate_options
+from podium.lookup import find, option_fields, validate_options
 from podium.loss._traits import Traits, traits_of
 
 
@@ -48,7 +48,12 @@ class Choice(Keys):
 
     def resolved(self, stage: str, where: str) -> "Choice":
         """The same choice with every option checked and present."""
-        options = validate_options(where, find(stage, self.name), self.options)
+        found = find(stage, self.name)
+        if clash := set(option_fields(found)) & (set(type(self).model_fields) - {"name"}):
+            raise InputError(
+                f"{where}: {self.name} has an option {min(clash)!r}, which is a key of the table; rename it"
+            )
+        options = validate_options(where, found, self.options)
         return type(self).model_validate({**_own_fields(self), **options})
 
 
@@ -79,7 +84,7 @@ class Lora(Section):
     alpha: Annotated[float, Field(gt=0)] = 32
     """The adapter is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input, while training."""
+    """On the adapter's input, while training only; its noise then shows in mismatch/*."""
     targets: str | list[str] = "all-linear"
     """Names of the linear layers that get an adapter."""
 
@@ -120,6 +125,13 @@ class CorrectionSection(Section):
     """Tokens with a ratio outside [1/band, band] get weight 0; by default none."""
     sequence_band: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | Literal[False] = (0.5, 2.0)
     """Rollouts whose geometric-mean ratio is outside get weight 0; false: none."""
+
+    @field_validator("sequence_band")
+    @classmethod
+    def _holds_1(cls, band: Any) -> Any:
+        if band and not band[0] <= 1 <= band[1]:
+            raise ValueError(f"the lower bound is at most 1 and the upper at least 1, not {list(band)}")
+        return band
 
 
 class LossSection(Choice):
@@ -206,34 +218,60 @@ class DataSource(Choice):
     """Keeps the first rows only."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Longer prompts are dropped and counted; by default what the context leaves beside max_new_tokens."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the drawn prompts, beside the weights of the other tables."""
+    rows: int | float | None = None
+    """Rows of a pass, chosen by run.seed: 500 is so many, 0.5 is half of them, 1.0 all of them, 2.0 each twice."""
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _rows_are_a_number_or_a_share(cls, given: Any) -> Any:
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if given is not None and (not is_number or not 0 < given < float("inf")):
+            raise ValueError("give a number of rows such as 500, or a share such as 0.5 or 2.0")
+        return given
 
 
 class Reward(Choice):
-    weight: float = 1.0
-    """Its share in the sum."""
+    weight: float | None = None
+    """Its share in the sum; by default 1."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Seconds that one call may take in its worker process; by default 10."""
+    format: Literal["gate", "add"] | None = None
+    """Makes it a format reward, which scores every row beside the row's own rewards. "gate": their sum counts only
+    where this one has its highest value, else it is 0. "add": it is added to their sum."""
 
     def resolved(self, stage: str, where: str) -> "Reward":
-        """Rewards that need no worker process have no time limit."""
+        """Rewards that need no worker process have no time limit, and gates no weight."""
         made = super().resolved(stage, where)
         assert isinstance(made, Reward)
-        if not getattr(find(stage, self.name), "runs_inline", False):
-            return made.model_copy(update={"timeout_s": self.timeout_s or 10.0})
-        if self.timeout_s is not None:
-            raise InputError(f"{where}.timeout_s has no effect: {self.name} needs no time limit; remove it")
+        found = find(stage, self.name)
+        if getattr(found, "runs_inline", False):
+            if self.timeout_s is not None:
+                raise InputError(f"{where}.timeout_s has no effect: {self.name} needs no time limit; remove it")
+        else:
+            made = made.model_copy(update={"timeout_s": self.timeout_s or 10.0})
+        if self.format != "gate":
+            weight = getattr(found, "weight", 1.0) if self.weight is None else self.weight
+            return made.model_copy(update={"weight": weight})
+        if self.weight is not None:
+            raise InputError(f"{where}.weight has no effect: a gate takes no part in the sum; remove it")
         return made
 
 
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies the sum of a rollout's rewards."""
+    remap: dict[str, str] = {}
+    """Other names for rewards that rows name: {gsm8k = "math"} scores with math what the rows call gsm8k."""
+    non_stop_penalty: float | None = None
+    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights, sums and scale."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that run rewards; by default one a core. They start when they are needed."""
     worker_memory_mb: Annotated[int, Field(ge=64)] | None = None
     """Memory that rewards may take in a process, beyond what their imports took; by default 4096."""
-    non_stop_penalty: float | None = None
-    """Takes the place of the reward of a rollout cut at max_new_tokens, after weights and sums."""
 
 
 DEFAULT_REFILLS = 10

@@ -90,6 +90,7 @@ class Settings(Section):
             raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
         if not self.data:
             raise InputError("data: at least one [[data]] table is needed")
+        _refuse_half_a_mixture(self.data, self.eval.data)
         if self.model.dtype == "bfloat16" and self.model.lora is False:
             raise InputError(
                 "model.dtype = 'bfloat16' with model.lora = false: bfloat16 weights round small updates away; "
@@ -125,7 +126,13 @@ class Settings(Section):
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
-        updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+        minibatches = trainer.get("minibatches_per_step", 1)
+        if minibatches > self.run.prompts_per_step:
+            raise InputError(
+                f"trainer.minibatches_per_step = {minibatches}: a step has {self.run.prompts_per_step} groups and "
+                "divides none; lower it or raise run.prompts_per_step"
+            )
+        updates = trainer.get("epochs_per_batch", 1) * minibatches
         resolved["loss"] = resolved["loss"].completed(
             self.model.reference is not None, updates > 1, rollout.get("max_new_tokens", 1)
         )
@@ -150,6 +157,27 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:
+    """Weights are shares of one another, so every table has one or none has."""
+    weighed = [index for index, source in enumerate(data) if source.weight is not None]
+    for index in weighed:
+        if data[index].rows is not None:
+            raise InputError(f"data[{index}].weight and data[{index}].rows both say how much is drawn; remove one")
+    if weighed and len(data) == 1:
+        raise InputError("data[0].weight has no effect on the only table; remove it, or add another [[data]] table")
+    for index in range(len(data)):
+        if weighed and index not in weighed:
+            raise InputError(
+                f"data[{index}] has no weight and data[{weighed[0]}] has one; give each table one, or none"
+            )
+    for index, source in enumerate(held_out):
+        for key in ("weight", "rows"):
+            if getattr(source, key) is not None:
+                raise InputError(
+                    f"eval.data[{index}].{key} has no effect: evaluation takes every row once; max_rows takes fewer"
+                )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

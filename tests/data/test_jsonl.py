@@ -16,7 +16,7 @@ def rows_of(folder: Path, *lines: Any) -> list[Row]:
         for line in lines
     ]
     (folder / "rows.jsonl").write_bytes(b"\n".join(raw))
-    return jsonl(path=folder / "rows.jsonl")
+    return jsonl(path=f"{folder}/rows.jsonl")
 
 
 USER = ({"role": "user", "content": "Why?"},)
@@ -30,6 +30,7 @@ USER = ({"role": "user", "content": "Why?"},)
         ({"prompt": "Why?", "ground_truth": ["so", "thus"]}, Row(USER, ["so", "thus"])),
         ({"prompt": "Why?", "answer": 0, "ground_truth": 1}, Row(USER, 0)),
         ({"messages": [{"role": "user", "content": "Why?", "name": "x"}]}, Row(USER)),
+        ({"prompt": [{"role": "user", "content": "Why?"}]}, Row(USER)),
         ({"prompt": "Why?", "reward": "exact"}, Row(USER, reward=("exact",))),
         ({"prompt": "Why?", "dataset": "exact"}, Row(USER, reward=("exact",))),
         ({"prompt": "Why?", "reward": ["exact", "arithmetic"]}, Row(USER, reward=("exact", "arithmetic"))),
@@ -66,7 +67,18 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
         ({"prompt": 3}, "'prompt' must be a text that is not empty, not 3"),
         ({"prompt": None}, "'prompt' must be a text that is not empty, not None"),
         ({"prompt": " \n"}, "'prompt' must be a text that is not empty"),
-        ({"question": ["a"]}, "'question' must be a text that is not empty"),
+        ({"question": {"a": 1}}, "'question' must be a text that is not empty"),
+        ({"question": ["a"]}, "a turn needs a 'role' out of system, user, assistant, tool"),
+        ({"prompt": []}, "'prompt' must be a list with at least one turn"),
+        ({"prompt": "a" * 4_000_001}, "'prompt' has 4,000,001 characters; at most 4,000,000 are read"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "'messages' has no turn to answer"),
+        ('{"prompt": "a", "answer": "\\udc00"}', "surrogates not allowed"),
+        ('{"prompt": "a", "answer": NaN}', "NaN is no JSON value"),
+        ('{"prompt": "a", "answer": -1e999}', "the number -1e999 is too large"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' is given twice"),
+        ('{"prompt": "a", "tests": {"in": 1, "in": 2}}', "'in' is given twice"),
+        ('{"prompt": "a", "x": ' + "[" * 100_000, "nested too deeply"),
         ({"prompt": "a\0b"}, "'prompt' holds a NUL character"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
         ({"messages": []}, "'messages' must be a list with at least one turn"),
@@ -85,7 +97,7 @@ def test_a_bad_row_is_named_by_its_number(tmp_path: Path, bad: Any, complaint: s
     with pytest.raises(InputError) as caught:
         rows_of(tmp_path, {"prompt": "good"}, bad, {"prompt": "good"})
     head, only = str(caught.value).splitlines()
-    assert head == f"{tmp_path}/rows.jsonl has 1 bad rows; mend or remove them:"
+    assert head == f"{tmp_path}/rows.jsonl has 1 bad row; mend or remove it:"
     assert only.startswith("  row 2: ")
     assert complaint in only
 
@@ -105,6 +117,32 @@ def test_exactly_twenty_bad_rows_are_all_shown(tmp_path: Path) -> None:
     assert str(caught.value).splitlines()[-1].startswith("  row 20: ")
 
 
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"ask": "Why?", "gold": 4, "kind": ["exact"], "prompt": "no", "answer": "no", "reward": 0.5}'
+    )
+    (row,) = jsonl(path=f"{tmp_path}/rows.jsonl", prompt_column="ask", answer_column="gold", reward_column="kind")
+    assert row == Row(USER, 4, ("exact",), metadata={"prompt": "no", "answer": "no", "reward": 0.5})
+    (row,) = jsonl(path=f"{tmp_path}/rows.jsonl", prompt_column="ask", answer_column="gold", reward_column=False)
+    assert row.reward == ()
+    assert row.metadata["reward"] == 0.5
+
+
+def test_a_column_that_a_row_does_not_have_is_named_with_those_it_has(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "gold": 1}')
+    with pytest.raises(InputError, match="row 1: has no 'golden'; it has: 'gold'"):
+        jsonl(path=f"{tmp_path}/rows.jsonl", answer_column="golden")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    assert rows_of(tmp_path, b"\xef\xbb\xbf" + b'{"prompt": "Why?"}') == [Row(USER)]
+
+
+def test_text_in_utf_16_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is UTF-16 text; save it as UTF-8"):
+        rows_of(tmp_path, '{"prompt": "Why?"}'.encode("utf-16"))
+
+
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == []
 
@@ -112,4 +150,4 @@ def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
 def test_a_path_that_is_no_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="no such file"):
-        jsonl(path=tmp_path / name)
+        jsonl(path=str(tmp_path / name))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.records import Group, Plan, Prompt, Row, RunState
@@ -26,7 +27,7 @@ def make_data(
     """Rows "0", "1", …, or these texts; by default 5 steps of 2 prompts."""
     rows = [Row.from_text(text) for text in (map(str, range(texts)) if isinstance(texts, int) else texts)]
     numbers = {"steps": 5, "prompts_per_step": 2, "rollouts_per_prompt": 2} | plan
-    return OrderedData(rows, [limit] * len(rows), CharacterTokenizer(), Plan(**numbers), seed, system)
+    return OrderedData(rows, [Source("rows", len(rows), limit)], CharacterTokenizer(), Plan(**numbers), seed, system)
 
 
 def windows(data: OrderedData, state: RunState = RunState()) -> list[list[Prompt]]:  # noqa: B008
@@ -184,7 +185,7 @@ def test_prompts_that_are_too_long_are_skipped_and_keep_their_ordinal() -> None:
     in_first_epoch = {ordinal: text for window in served(mixed) for ordinal, text in window if ordinal < 4}
     assert in_first_epoch == {ordinal: text for ordinal, text in all_rows.items() if text != "c"}
     assert mixed.prompt(place_of_long) is None
-    assert mixed.num_dropped == 1
+    assert mixed.all_lengths == [1, 1, 4, 1]
     assert mixed.lengths == [1, 1, 1]
 
 
@@ -192,9 +193,11 @@ def test_a_prompt_of_exactly_the_limit_is_kept() -> None:
     assert make_data(["abc", "abcd"], limit=3).is_kept == [True, False]
 
 
-def test_each_row_has_its_own_limit() -> None:
+def test_each_source_has_its_own_limit() -> None:
     rows = [Row.from_text("abcd"), Row.from_text("abcd")]
-    assert OrderedData(rows, [4, 3], CharacterTokenizer(), Plan(1, 1, 2), 0).is_kept == [True, False]
+    assert OrderedData(
+        rows, [Source("a", 1, 4), Source("b", 1, 3)], CharacterTokenizer(), Plan(1, 1, 2), 0
+    ).is_kept == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_epochs_serve_each_kept_row_that_often() -> None:
 
 def test_a_prompt_carries_its_row() -> None:
     row = Row(({"role": "user", "content": "q"},), 4, ("exact",), "file", {"level": 2})
-    prompt = OrderedData([row], [9], CharacterTokenizer(), Plan(1, 1, 2), 0).prompt(5)
+    prompt = OrderedData([row], [Source("file", 1, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0).prompt(5)
     assert prompt is not None
     assert (prompt.ordinal, prompt.token_ids, prompt.messages) == (5, (ord("q"),), row.messages)
     assert (prompt.answer, prompt.reward, prompt.source, prompt.metadata) == (4, ("exact",), "file", {"level": 2})
@@ -247,12 +250,21 @@ def test_the_system_message_is_part_of_every_prompt_and_of_its_length() -> None:
 
 def test_reward_choices_are_every_combination_that_rows_name() -> None:
     rows = [Row.from_text("a", reward=names) for names in [(), ("x",), ("x", "y"), ("x",)]]
-    data = OrderedData(rows, [9] * 4, CharacterTokenizer(), Plan(1, 1, 2), 0)
+    data = OrderedData(rows, [Source("rows", 4, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
     assert data.reward_choices == {(), ("x",), ("x", "y")}
 
 
+def test_rows_are_all_that_there_are_in_their_order() -> None:
+    rows = [Row.from_text("a"), Row.from_text("too long"), Row.from_text("b")]
+    data = OrderedData(rows, [Source("rows", 3, 5)], CharacterTokenizer(), Plan(1, 1, 2), 7)
+    assert data.is_kept == [True, False, True]
+    assert list(data.rows) == rows
+
+
 def fingerprint(*rows: Row, system: str | None = None, seed: int = 0) -> str:
-    return OrderedData(rows, [99] * len(rows), CharacterTokenizer(), Plan(1, 1, 2), seed, system).fingerprint
+    return OrderedData(
+        rows, [Source("rows", len(rows), 99)], CharacterTokenizer(), Plan(1, 1, 2), seed, system
+    ).fingerprint
 
 
 def test_the_fingerprint_changes_with_any_row_its_place_and_its_rendering() -> None:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,3 +92,16 @@ def test_a_half_of_a_batch_still_shares_what_is_left() -> None:
     assert num_row_tokens(half, True) == 4 + 1 + 2
     placed = place(half, torch.device("cpu"), shared_prefix=True)
     assert len(placed.row.token_ids) == 7
+
+
+@pytest.mark.parametrize("shared_prefix", [False, True])
+def test_padding_at_most_doubles_what_a_table_holds(shared_prefix: bool) -> None:
+    """One document of 400 tokens among 60 short ones would make a table of 61 · 400 by itself."""
+    batch = a_batch(documents_of([(3, [397])] + [(2, [3, 5, 9])] * 20))
+    segments = row_of(batch, shared_prefix=shared_prefix).segments
+    cells = sum(table.count * table.longest_key for table in segments.tables)
+    keys = int(segments.key_starts[-1])
+    assert keys <= cells < 2 * keys
+    assert sorted(torch.cat([table.queries for table in segments.tables]).tolist()) == list(
+        range(int(segments.query_starts[-1]))
+    )

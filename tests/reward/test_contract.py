@@ -10,8 +10,9 @@ import torch
 
 import podium
 from podium.errors import RewardContractError
-from podium.reward._contract import check_value, declare_range, declared_range
+from podium.reward._contract import bind_options, check_value, checks_answer, declare_range, declared_range
 from podium.reward._scoring import NamedReward, Scoring
+from podium.reward.exact import exact
 from tests.builders import make_group, make_prompt
 
 
@@ -104,3 +105,10 @@ def test_without_a_declared_range_every_finite_number_is_taken() -> None:
 
 def test_users_find_the_decorator_in_the_package() -> None:
     assert podium.declare_range is declare_range
+    assert podium.checks_answer is checks_answer
+
+
+def test_a_reward_keeps_its_range_and_its_check_when_its_options_are_bound() -> None:
+    check = exact.check_answer  # type: ignore[attr-defined]
+    assert bind_options(exact, {}).check_answer is check
+    assert declared_range(bind_options(exact, {})) == (0.0, 1.0)

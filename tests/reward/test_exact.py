@@ -1,7 +1,8 @@
 import pytest
 
 from podium.reward._contract import declared_range
-from podium.reward.exact import exact, normal_form
+from podium.reward._squad import normal_form
+from podium.reward.exact import exact
 from tests.builders import make_prompt, make_rollout
 
 
@@ -22,7 +23,7 @@ def score(text: str, answer: object) -> float:
         ("7", 7, 1.0),
         ("rome", ["Paris", "Rome"], 1.0),
         ("oslo", ["Paris", "Rome"], 0.0),
-        ("oslo", [], 0.0),
+        ("a", "A", 1.0),  # a choice, not an article
     ],
 )
 def test_the_answer_is_compared_in_normal_form(text: str, answer: object, expected: float) -> None:

@@ -1,8 +1,9 @@
 """Rows to prompts in the run's order.
 
-Row of ordinal i: place i mod rows in a shuffle that depends on (seed, epoch) alone. So the cursor of a run is one
-number, and a resumed run goes on with the very prompts that the unbroken one would have taken. Prompts that are too
-long or whose row is retired keep their ordinal and are skipped.
+Row of ordinal i: place i mod epoch size in a shuffle that depends on (seed, epoch) alone, of the rows that the epoch
+takes from each source (`_mixture.py`; by default every row once). So the cursor of a run is one number, and a resumed
+run goes on with the very prompts that the unbroken one would have taken. Prompts that are too long or whose row is
+retired keep their ordinal and are skipped.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from podium.data._mixture import Pool, Source, make_pools
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Group, Plan, Prompt, Row, RunState
@@ -24,30 +26,34 @@ class OrderedData:
     def __init__(
         self,
         rows: Sequence[Row],
-        limits: Sequence[int],
+        sources: Sequence[Source],
         tokenizer: Any,
         plan: Plan,
         seed: int,
         system: str | None = None,
     ) -> None:
-        """`limits` has each row's longest prompt in tokens."""
+        """`rows` are those of the sources, one after the other."""
         if not rows:
             raise InputError("data: the sources hold no rows; give a file or a split that has some")
         self._rows, self._plan, self._seed = rows, plan, seed
-        self._ids = [_rendered(tokenizer, number, row, system) for number, row in enumerate(rows, start=1)]
-        self.num_rows = len(rows)
+        numbers = [number for source in sources for number in range(1, source.num_rows + 1)]
+        self._ids = [_rendered(tokenizer, *numbered, system) for numbered in zip(numbers, rows, strict=True)]
+        self.sources, self.num_rows = sources, len(rows)
+        limits = [source.max_prompt_tokens for source in sources for _ in range(source.num_rows)]
         self.is_kept = [0 < len(ids) <= limit for ids, limit in zip(self._ids, limits, strict=True)]
         if not any(self.is_kept):
             raise InputError(
                 f"data: none of the {len(rows)} prompts fits: the shortest has {min(map(len, self._ids))} tokens and "
                 f"{max(limits)} are allowed; raise max_prompt_tokens or lower rollout.max_new_tokens"
             )
+        self.pools = make_pools(sources, self.is_kept, seed)
+        self._epoch_size = sum(pool.quota for pool in self.pools)
         self._shuffle = lru_cache(maxsize=4)(self._shuffle_epoch)
 
     @property
-    def num_dropped(self) -> int:
-        """Rows whose prompt is too long."""
-        return self.is_kept.count(False)
+    def all_lengths(self) -> list[int]:
+        """Tokens of each row's prompt, kept or not."""
+        return [len(ids) for ids in self._ids]
 
     @property
     def lengths(self) -> list[int]:
@@ -55,17 +61,31 @@ class OrderedData:
         return [len(ids) for ids, kept in zip(self._ids, self.is_kept, strict=True) if kept]
 
     @property
+    def rows(self) -> Sequence[Row]:
+        """Every row, the dropped ones too, in the order of the sources."""
+        return self._rows
+
+    @property
+    def rewards(self) -> list[tuple[str, ...]]:
+        """The rewards that each row names."""
+        return [tuple(row.reward) for row in self._rows]
+
+    @property
     def reward_choices(self) -> set[tuple[str, ...]]:
         """Every combination of rewards that a row names; () where it names none."""
-        return {tuple(row.reward) for row in self._rows}
+        return set(self.rewards)
 
     @property
     def num_steps(self) -> int:
         """Steps until the plan's steps or epochs are done; with refills or retired rows there may be fewer."""
         if self._plan.epochs is None:
             return self._plan.steps
-        prompts = self._plan.epochs * self.is_kept.count(True)
+        prompts = self._plan.epochs * sum(self.num_drawn(pool) for pool in self.pools)
         return min(self._plan.steps, -(-prompts // self._plan.prompts_per_step))
+
+    def num_drawn(self, pool: Pool) -> int:
+        """Prompts that an epoch draws from the pool: its quota, less the rows in it that are too long."""
+        return pool.quota - sum(not self.is_kept[index] for index in pool.indices)
 
     @property
     def fingerprint(self) -> str:
@@ -79,7 +99,7 @@ class OrderedData:
         """The next `count` prompts from the frontier on, retired rows aside; fewer at the end of the last epoch."""
         drawn: list[Prompt] = []
         ordinal, retired = state.next_ordinal, set(state.retired)
-        end = None if self._plan.epochs is None else self._plan.epochs * self.num_rows
+        end = None if self._plan.epochs is None else self._plan.epochs * self._epoch_size
         if self._all_are_retired(state):
             return []
         while len(drawn) < count and (end is None or ordinal < end):
@@ -115,31 +135,32 @@ class OrderedData:
     def prompt(self, ordinal: int) -> Prompt | None:
         """The prompt with that ordinal; None if it is too long."""
         index = self._row_of(ordinal)
-        if not self.is_kept[index]:
-            return None
+        return self.prompt_of_row(index, ordinal) if self.is_kept[index] else None
+
+    def prompt_of_row(self, index: int, ordinal: int) -> Prompt:
+        """The row with that index, under that ordinal."""
         row = self._rows[index]
         return Prompt(ordinal, self._ids[index], row.messages, row.answer, row.reward, row.source, row.metadata)
 
     def in_order(self, count: int | None = None) -> list[Prompt]:
         """Every kept row once, unshuffled: for evaluation."""
-        prompts = [
-            Prompt(index, self._ids[index], row.messages, row.answer, row.reward, row.source, row.metadata)
-            for index, row in enumerate(self._rows)
-            if self.is_kept[index]
-        ]
-        return prompts[:count]
+        kept = [index for index, is_kept in enumerate(self.is_kept) if is_kept]
+        return [self.prompt_of_row(index, index) for index in kept[:count]]
 
     def _row_of(self, ordinal: int) -> int:
         """Its index, the same in every epoch."""
-        epoch, place = divmod(ordinal, self.num_rows)
+        epoch, place = divmod(ordinal, self._epoch_size)
         return self._shuffle(epoch)[place]
 
     def _all_are_retired(self, state: RunState) -> bool:
+        if not state.retired:
+            return False
         retired = set(state.retired)
-        return all(index in retired for index, kept in enumerate(self.is_kept) if kept)
+        return all(index in retired for pool in self.pools for index in pool.indices if self.is_kept[index])
 
     def _shuffle_epoch(self, epoch: int) -> list[int]:
-        order = list(range(self.num_rows))
+        pools = enumerate(self.pools)
+        order = sorted(index for number, pool in pools for index in pool.taken(epoch, f"{self._seed}/{number}"))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 

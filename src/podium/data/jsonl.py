@@ -1,94 +1,79 @@
-"""Data from a JSON Lines file: one object a line.
+"""Data from a JSON Lines file or URL: one object a line.
 
-A row has `messages` (a list of `role`/`content` turns) or `prompt` or `question` (a text), and usually `answer` or
-`ground_truth`; optionally `reward` or `dataset` (the verifier's name or names). What else it has becomes metadata.
-Every bad row is found before anything starts, and named by its line number.
+In: a path, or an http(s) URL that is read once into memory. Out: rows with the columns that `_rows.py` tells.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from podium.data._download import download
+from podium.data._rows import AnswerColumn, Columns, PromptColumn, RewardColumn, read_rows
 from podium.errors import InputError
 from podium.records import Row
 
-SHOWN = 20
-"""Bad rows that the message lists."""
-
-ROLES = ("system", "user", "assistant", "tool")
+UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+"""What some editors put before the text."""
 
 
-def jsonl(*, path: Annotated[Path, Field(description="the file")]) -> list[Row]:
-    """Every row of the file, in its order."""
-    if not path.is_file():
-        raise InputError(f"data.path = {str(path)!r}: no such file")
-    rows, complaints = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_row(json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)))
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-            complaints.append(f"  row {number}: {error}")
-    if complaints:
-        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
-        listing = "\n".join(complaints[:SHOWN])
-        raise InputError(f"{path} has {len(complaints)} bad rows; mend or remove them:\n{listing}{more}")
-    return rows
+def jsonl(
+    *,
+    path: Annotated[str, Field(description="the file, or an http:// or https:// URL")],
+    prompt_column: PromptColumn = None,
+    answer_column: AnswerColumn = None,
+    reward_column: RewardColumn = None,
+) -> list[Row]:
+    """Every row of the file, in its order; blank lines are none."""
+    lines = _content(path).removeprefix(UTF8_MARK).splitlines()
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return read_rows(path, numbered, Columns(prompt_column, answer_column, reward_column), _parse)
 
 
-def _row(given: Any) -> Row:
-    if not isinstance(given, dict):
-        raise TypeError(f"expected an object, found {type(given).__name__}")
-    fields = dict(given)
-    reward = fields.pop("reward", fields.pop("dataset", ()))
-    names = tuple(reward) if isinstance(reward, (list, tuple)) else (reward,)
-    if not all(isinstance(name, str) and name for name in names):
-        raise TypeError(f"'reward' must be a name or a list of names, not {reward!r}")
-    return Row(
-        messages=_messages(fields),
-        answer=fields.pop("answer", fields.pop("ground_truth", None)),
-        reward=names,
-        metadata=fields,
+def _content(path: str) -> bytes:
+    if path.startswith(("http://", "https://")):
+        content = download(path)
+    elif not Path(path).is_file():
+        raise InputError(f"data.path = {path!r}: no such file")
+    else:
+        content = _read(Path(path))
+    if content.startswith(UTF16_MARKS):
+        raise InputError(f"data.path = {path!r} is UTF-16 text; save it as UTF-8")
+    return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"data.path = {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _parse(line: bytes) -> Any:
+    """JSON in the strict sense: no NaN, no number that is too large for a float, no key twice, no half a character."""
+    given = json.loads(
+        line.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_repeats
     )
+    if b"\\u" in line:
+        json.dumps(given, ensure_ascii=False).encode("utf-8")  # an escape may be one half of a surrogate pair
+    return given
 
 
-def _messages(fields: dict[str, Any]) -> tuple[dict[str, str], ...]:
-    """Takes the prompt out of the row, in whichever form it is given."""
-    if "messages" in fields:
-        turns = fields.pop("messages")
-        if not isinstance(turns, list) or not turns:
-            raise TypeError("'messages' must be a list with at least one turn")
-        made = tuple(_turn(turn) for turn in turns)
-        if all(turn["role"] == "assistant" for turn in made):
-            raise ValueError("'messages' has no turn to answer")
-        return made
-    for key in ("prompt", "question"):
-        if key in fields:
-            return ({"role": "user", "content": _text(key, fields.pop(key))},)
-    raise ValueError("has none of 'messages', 'prompt', 'question'")
-
-
-def _refuse_constant(text: str) -> Any:
+def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON value")
 
 
-def _turn(turn: Any) -> dict[str, str]:
-    if not isinstance(turn, dict) or turn.get("role") not in ROLES:
-        raise TypeError(f"a turn needs a 'role' out of {', '.join(ROLES)}")
-    return {"role": turn["role"], "content": _text("content", turn.get("content"))}
-
-
-def _text(key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise TypeError(f"{key!r} must be a text that is not empty, not {value!r:.60}")
-    value.encode("utf-8")  # a lone surrogate is an error here and not in the tokenizer
-    if "\0" in value:
-        raise ValueError(f"{key!r} holds a NUL character")
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text:.40} is too large")
     return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return made

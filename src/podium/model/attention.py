@@ -1,8 +1,8 @@
 """Attention for packed rows, registered with transformers under the name "podium".
 
 In: queries, keys and values of one row `[1, heads, L, head_dim]` that holds several documents, and its segments. Out:
-what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of a
-padded table. Without segments (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
+what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of
+padded tables. Without segments (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
 attention that it does not know, so none of size `[L, L]` ever exists.
 """
 
@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from podium.errors import InputError
-from podium.model.row import Segments, SharedKeys
+from podium.model.row import Segments, SharedKeys, Table
 
 NAME = "podium"
 
@@ -87,27 +87,45 @@ def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) 
 
 
 def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
-    """One padded row a segment (padding last, so the causal mask hides it), plain attention, and back."""
+    """Segments of like length in one padded table, plain attention, and back."""
+    if len(segments.tables) == 1:
+        return _attend(q, k, v, segments.tables[0], segments.shared is not None, window, scaling)
+    parts = [
+        _attend(
+            q.index_select(0, table.queries),
+            k.index_select(0, table.keys),
+            v.index_select(0, table.keys),
+            table,
+            segments.shared is not None,
+            window,
+            scaling,
+        )
+        for table in segments.tables
+    ]
+    return torch.empty_like(q).index_copy(0, torch.cat([table.queries for table in segments.tables]), torch.cat(parts))
+
+
+def _attend(q, k, v, table: Table, is_shared: bool, window: int | None, scaling: float) -> torch.Tensor:
+    """One padded row a segment, padding last, so that the causal mask hides it."""
     mask = None
-    if segments.shared is not None or (window is not None and segments.longest_key > window):
-        rows = torch.arange(segments.longest_query, device=q.device)[None, :, None]
-        columns = torch.arange(segments.longest_key, device=q.device)
-        keys_before = segments.key_starts.diff() - segments.query_starts.diff()
-        distance = rows + keys_before[:, None, None] - columns
-        mask = ((distance >= 0) & (distance < (window or segments.longest_key)))[:, None]
+    if is_shared or (window is not None and table.longest_key > window):
+        rows = torch.arange(table.longest_query, device=q.device)[None, :, None]
+        columns = torch.arange(table.longest_key, device=q.device)
+        distance = rows + table.keys_before[:, None, None] - columns
+        mask = ((distance >= 0) & (distance < (window or table.longest_key)))[:, None]
     out = scaled_dot_product_attention(
-        _to_table(q, segments.query_places, segments.longest_query, segments.count),
-        _to_table(k, segments.key_places, segments.longest_key, segments.count),
-        _to_table(v, segments.key_places, segments.longest_key, segments.count),
+        _padded(q, table.query_places, table.longest_query, table.count),
+        _padded(k, table.key_places, table.longest_key, table.count),
+        _padded(v, table.key_places, table.longest_key, table.count),
         mask,
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=True,
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, segments.query_places)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, table.query_places)
 
 
-def _to_table(tokens: torch.Tensor, places: torch.Tensor, longest: int, count: int) -> torch.Tensor:
+def _padded(tokens: torch.Tensor, places: torch.Tensor, longest: int, count: int) -> torch.Tensor:
     """`[tokens, heads, head_dim]` → `[segments, heads, longest, head_dim]`, zeros where nothing stands."""
     table = tokens.new_zeros(count * longest, *tokens.shape[1:]).index_copy(0, places, tokens)
     return table.view(count, longest, *tokens.shape[1:]).transpose(1, 2)

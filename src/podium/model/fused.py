@@ -13,6 +13,8 @@ import torch._functorch.config
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
+from podium.errors import InputError
+
 F = TypeVar("F", bound=Callable)
 
 SAVED_SHARE = 0.5
@@ -33,9 +35,25 @@ def fused_on_cuda(function: F) -> F:
     return cast(F, call)
 
 
+def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
+    """Whether the layers are to be compiled: by default on CUDA.
+
+    Not under bfloat16 weights, whose engine samples through the same layers: every layer and every cache would ask for
+    code of its own.
+    """
+    if wanted and model.dtype != torch.float32:
+        raise InputError("trainer.compile = true needs model.dtype = 'float32'; use trainer.precision = 'bfloat16'")
+    return (model.device.type == "cuda" and model.dtype == torch.float32) if wanted is None else wanted
+
+
 def compile_layers(model: PreTrainedModel) -> None:
-    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only."""
+    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only.
+
+    Sets torch's share of saved activations for the whole process.
+    """
     torch._functorch.config.activation_memory_budget = SAVED_SHARE
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
-    for layer in model.get_decoder().layers:  # type: ignore[union-attr]
-        layer.compile(dynamic=True)
+    for layers in model.get_decoder().children():
+        if isinstance(layers, torch.nn.ModuleList):
+            for layer in layers:
+                layer.compile(dynamic=True)

@@ -6,13 +6,10 @@ a second copy; the two differ only in what is laid over them (the twin has no Lo
 
 import copy
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -21,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from podium.errors import InputError
 from podium.model import attention
 from podium.model.forward import head_weight
+from podium.model.hub import hub_is_reachable
 from podium.model.random_state import seed_all
 from podium.model.self_check import check_model
 from podium.model.smollm2 import smollm2_folder
@@ -45,6 +43,8 @@ class Policy:
     """Ids that end an answer: the model's and the tokenizer's end of sequence."""
     max_context_tokens: int
     device: torch.device
+    source: str
+    """Folder or hub name of the base weights."""
 
     @property
     def vocabulary(self) -> int:
@@ -78,9 +78,6 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     model, tokenizer = _load(str(source), settings, device)
     _refuse_larger_tokenizer(model, tokenizer, settings.name)
     check_model(model, settings.name)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
     twin = _share(model)
     peft = None
     if is_adapter or settings.lora is not False:
@@ -94,6 +91,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         stop_ids=_stop_ids(model, tokenizer),
         max_context_tokens=int(getattr(model.config, "max_position_embeddings", 4096)),
         device=device,
+        source=str(source),
     )
 
 
@@ -120,19 +118,14 @@ def model_folder(name: str) -> str:
 
 def _refuse_unreachable(name: str) -> None:
     """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    behind_proxy = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if behind_proxy or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
         return
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=5).close()
-    except OSError:
-        raise InputError(
-            f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
-            '"smollm2-135m" or a folder with safetensors weights'
-        ) from None
+    raise InputError(
+        f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
+        '"smollm2-135m" or a folder with safetensors weights'
+    )
 
 
 def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedModel, Any]:

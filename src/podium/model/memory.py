@@ -26,7 +26,8 @@ def device_bytes(device: torch.device) -> int:
 
 def saved_bytes_per_token(policy: Policy, compute_dtype: torch.dtype | None) -> float:
     """What the forward pass keeps for the backward one, from two passes of different length."""
-    short, long = 32, 96
+    long = min(96, policy.max_context_tokens)
+    short = long // 3
     kept = [_saved_bytes(policy, length, compute_dtype) for length in (short, long)]
     return (kept[1] - kept[0]) / (long - short)
 
@@ -39,12 +40,10 @@ def checkpointed_bytes_per_token(policy: Policy, plain: float) -> float:
 
 def _saved_bytes(policy: Policy, length: int, compute_dtype: torch.dtype | None) -> int:
     kept: dict[int, int] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     batch = _a_batch(length)

@@ -31,6 +31,25 @@ class SharedKeys:
 
 
 @dataclass(frozen=True)
+class Table:
+    """Segments of like length, one a padded row: for attention without a kernel for packed rows."""
+
+    count: int
+    longest_query: int
+    longest_key: int
+    queries: torch.Tensor
+    """int64, the row's tokens that stand in the table."""
+    query_places: torch.Tensor
+    """int64, their places in a flattened `[count, longest_query]` table."""
+    keys: torch.Tensor
+    """int64, the keys that stand in it."""
+    key_places: torch.Tensor
+    """int64, their places in a flattened `[count, longest_key]` table."""
+    keys_before: torch.Tensor
+    """int64 `[count]`, keys of each segment that stand before its first query."""
+
+
+@dataclass(frozen=True)
 class Segments:
     """Which keys a token may look at. A segment's last query stands at its last key, the others one before the next."""
 
@@ -38,28 +57,26 @@ class Segments:
     """int32 `[S + 1]`"""
     key_starts: torch.Tensor
     """int32 `[S + 1]`"""
-    query_places: torch.Tensor
-    """int64 `[L]`, the place of each token in a flattened `[S, longest_query]` table."""
-    key_places: torch.Tensor
-    """int64 `[K]`, the place of each key in a flattened `[S, longest_key]` table."""
-    count: int
-    """S"""
     longest_query: int
     longest_key: int
+    tables: tuple[Table, ...]
+    """The same by length: one for those longer than half of the longest, one for those longer than half of that, …"""
     shared: SharedKeys | None = None
     """None: a segment's keys are its own tokens, K = L."""
 
     @classmethod
     def of(cls, query_lengths: np.ndarray, key_lengths: np.ndarray, shared: SharedKeys | None) -> Segments:
-        longest_query, longest_key = int(query_lengths.max()), int(key_lengths.max())
+        query_starts, key_starts = _starts(query_lengths), _starts(key_lengths)
+        sizes = np.log2(key_lengths.max() / key_lengths).astype(int)  # 0 for the longest ones
+        members = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
         return cls(
-            query_starts=torch.from_numpy(_starts(query_lengths).astype(np.int32)),
-            key_starts=torch.from_numpy(_starts(key_lengths).astype(np.int32)),
-            query_places=torch.from_numpy(_table_places(query_lengths, longest_query)),
-            key_places=torch.from_numpy(_table_places(key_lengths, longest_key)),
-            count=len(query_lengths),
-            longest_query=longest_query,
-            longest_key=longest_key,
+            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+            key_starts=torch.from_numpy(key_starts.astype(np.int32)),
+            longest_query=int(query_lengths.max()),
+            longest_key=int(key_lengths.max()),
+            tables=tuple(
+                _table(query_starts[some], query_lengths[some], key_starts[some], key_lengths[some]) for some in members
+            ),
             shared=shared,
         )
 
@@ -155,6 +172,18 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) + np.repeat(starts - _starts(lengths)[:-1], lengths)
 
 
-def _table_places(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """Where each token goes in a flattened `[segments, longest]` table."""
-    return _ranges(np.arange(len(lengths)) * longest, lengths)
+def _table(
+    query_starts: np.ndarray, query_lengths: np.ndarray, key_starts: np.ndarray, key_lengths: np.ndarray
+) -> Table:
+    rows = np.arange(len(query_lengths))
+    longest_query, longest_key = int(query_lengths.max()), int(key_lengths.max())
+    return Table(
+        count=len(rows),
+        longest_query=longest_query,
+        longest_key=longest_key,
+        queries=torch.from_numpy(_ranges(query_starts, query_lengths)),
+        query_places=torch.from_numpy(_ranges(rows * longest_query, query_lengths)),
+        keys=torch.from_numpy(_ranges(key_starts, key_lengths)),
+        key_places=torch.from_numpy(_ranges(rows * longest_key, key_lengths)),
+        keys_before=torch.from_numpy(key_lengths - query_lengths),
+    )

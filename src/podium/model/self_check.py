@@ -22,13 +22,18 @@ LENGTHS = (9, 5)
 
 
 def check_model(model: PreTrainedModel, name: str) -> None:
-    """Raises `InputError` unless packed logprobs are those of the model itself."""
+    """Raises `InputError` unless packed logprobs are those of the model itself, its dropout switched off for good."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
     rows = head_weight(model).shape[0]
     documents = [[(7 * i * i + 3 * i + length) % rows for i in range(1, length + 1)] for length in LENGTHS]
     try:
         expected = [_own_logprobs(model, ids) for ids in documents]
+        model.train()  # as the trainer's step does: dropout that cannot be switched off shows here
         alone = [sequence_logprobs(model, ids) for ids in documents]
         packed = sequence_logprobs(model, documents[0], documents[1])
+        model.eval()
     except Exception as error:
         raise InputError(f"{_title(name)} cannot run: {type(error).__name__}: {error}") from None
     together = [*expected[0], *expected[1]]

@@ -29,24 +29,27 @@ def to_device(record: R, device: torch.device) -> R:
     return _rebuilt(record, moved)
 
 
-def _collect(record: Any, tensors: dict[int, torch.Tensor]) -> None:
-    for name, value in _fields(record):
-        if isinstance(value, torch.Tensor) and name != "cu_seqlens" and value.device.type == "cpu":
-            tensors[id(value)] = value
-        elif dataclasses.is_dataclass(value):
-            _collect(value, tensors)
+def _collect(value: Any, tensors: dict[int, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        tensors[id(value)] = value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name != "cu_seqlens":
+                _collect(getattr(value, field.name), tensors)
+    elif isinstance(value, tuple):
+        for each in value:
+            _collect(each, tensors)
 
 
-def _rebuilt(record: Any, moved: dict[int, torch.Tensor]) -> Any:
-    changes = {
-        name: _rebuilt(value, moved) if dataclasses.is_dataclass(value) else moved.get(id(value), value)
-        for name, value in _fields(record)
-    }
-    return dataclasses.replace(record, **changes)
-
-
-def _fields(record: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(record, field.name)) for field in dataclasses.fields(record)]
+def _rebuilt(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return moved.get(id(value), value)
+    if isinstance(value, tuple):
+        return tuple(_rebuilt(each, moved) for each in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {field.name: _rebuilt(getattr(value, field.name), moved) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **fields)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ def step_metrics(
     metrics = {
         **group_metrics("reward/", groups),
         **group_metrics("reward/kept_", kept),
+        **{f"reward/{name}": value for name, value in count_metrics(groups).items()},
         **rollout_metrics("rollout", groups),
         "rollout/tokens_per_s": tokens / max(1e-9, seconds.get("rollout", 0.0)),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
@@ -58,6 +59,12 @@ def group_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
         f"{prefix}abstained": float(sum(reward is None for group in groups for reward in group.rewards)),
         f"{prefix}failed": float(sum(sum(group.reward_failures.values()) for group in groups)),
     }
+
+
+def count_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What rewards counted on the way, summed."""
+    names = sorted({name for group in groups for name in group.reward_counts})
+    return {name: float(sum(group.reward_counts.get(name, 0.0) for group in groups)) for name in names}
 
 
 def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:

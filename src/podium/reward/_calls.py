@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from podium.errors import RewardContractError
 from podium.records import Prompt, Rollout
 from podium.reward._contract import Style, check_value, check_values
 from podium.reward._messages import Failed, Outcome
@@ -62,7 +63,7 @@ async def _returned(function: Any, prompt: Prompt, rollouts: Any) -> Any:
     try:
         value = function(prompt, rollouts)
         return await value if inspect.isawaitable(value) else value
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except (KeyboardInterrupt, asyncio.CancelledError, RewardContractError):
         raise
     except BaseException as error:  # SystemExit too: a reward does not end the run
         return Failed(_described(error))

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from podium.errors import RewardContractError
-from podium.records import Prompt
+from podium.records import Prompt, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["each", "together", "batched"]
-MARKS = ("min_value", "max_value", "runs_inline", "refuse")
+MARKS = ("min_value", "max_value", "runs_inline", "refuse", "gold", "check_answer")
 """Attributes of a reward function that say more of it than its signature."""
 
 
@@ -41,6 +41,37 @@ def refuses(check: Callable[..., None]) -> Callable[[F], F]:
     return mark
 
 
+def gold_answer(write: Callable[[Prompt], str | None] | str) -> Callable[[F], F]:
+    """Decorator for `podium check --rewards`: how a row's answer is written to earn the highest value.
+
+    A function of the prompt, which returns None where the row does not tell; or a text that says why nothing can.
+    Without it the answer's own text is taken.
+    """
+
+    def mark(function: F) -> F:
+        function.gold = write  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def answer_text(prompt: Prompt) -> str | None:
+    """The answer as it stands, the first one of several; None where it is no text or number."""
+    answer = prompt.answer[0] if isinstance(prompt.answer, list) and prompt.answer else prompt.answer
+    is_plain = isinstance(answer, (str, int, float)) and not isinstance(answer, bool)
+    return str(answer) if is_plain else None
+
+
+def answer_within(before: str, after: str = "") -> Callable[[Prompt], str | None]:
+    """For `gold_answer`: the answer's text with something around it."""
+
+    def write(prompt: Prompt) -> str | None:
+        text = answer_text(prompt)
+        return None if text is None else f"{before}{text}{after}"
+
+    return write
+
+
 def bind_options(function: Any, options: Mapping[str, Any]) -> Any:
     """The reward with its options bound; its marks stay on it."""
     bound = partial(function, **options)
@@ -53,8 +84,10 @@ def bind_options(function: Any, options: Mapping[str, Any]) -> Any:
 def style_of(function: Any) -> Style:
     """How it is called: for each rollout in turn, for all at once (a coroutine function), or once for the group.
 
-    Batched is a reward whose second argument is called `rollouts`.
+    Batched is a reward whose second argument is called `rollouts`. An object may say itself what it is.
     """
+    if style := getattr(function, "style", None):
+        return style
     try:
         arguments = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some built-in functions have none
@@ -67,6 +100,19 @@ def style_of(function: Any) -> Style:
 def declared_range(function: Any) -> tuple[float, float]:
     """The declared range; without one, everything finite."""
     return getattr(function, "min_value", -math.inf), getattr(function, "max_value", math.inf)
+
+
+def checks_answer(check: Callable[[Row], None]) -> Callable[[F], F]:
+    """Decorator: `check` raises an `InputError` where the reward could not use the answer of a row.
+
+    It sees every row before the run starts: a label that nothing can match is found there, and is not a score of 0.
+    """
+
+    def mark(function: F) -> F:
+        function.check_answer = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float | None:

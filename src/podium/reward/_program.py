@@ -36,6 +36,14 @@ def last_fenced_block(text: str) -> str | None:
     return last
 
 
+def solution_of(prompt: Prompt) -> str | None:
+    """The row's `solution`, as an answer that should pass; fenced already or not."""
+    solution = prompt.metadata.get("solution")
+    if not isinstance(solution, str):
+        return None
+    return solution if FENCE in solution else f"{FENCE}python\n{solution}\n{FENCE}"
+
+
 def tests_of(prompt: Prompt) -> list[Any]:
     """The row's answer: a list, or a text that holds one as JSON."""
     tests = prompt.answer

@@ -2,42 +2,31 @@
 
 Rewards run in worker processes, beside generation; those that are quick and harmless run here. A reward that raises,
 takes too long or takes its process down abstains and is counted; it never becomes 0. A value that breaks the contract
-stops the run.
-Last of all, `non_stop_penalty` takes the place of the sum for a rollout that was cut at its longest.
+stops the run. How values become one number is in `_combine.py`. Last of all, `non_stop_penalty` takes the place of that
+number for a rollout that was cut at its longest.
 """
 
 import asyncio
+import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from podium.errors import RewardFailedError
 from podium.records import Group
 from podium.reward._calls import call_reward
-from podium.reward._contract import Style, check_value, declared_range, style_of
+from podium.reward._combine import NamedReward, is_correct, total
+from podium.reward._contract import Style, check_value, style_of
+from podium.reward._counts import counting
 from podium.reward._messages import EncodedGroup, Failed, Outcome, encode_group
 from podium.reward._workers import RewardWorkers
-from podium.stages import RewardFunction
-
-
-@dataclass(frozen=True)
-class NamedReward:
-    """A reward as the settings name it, its options bound."""
-
-    name: str
-    function: RewardFunction
-    weight: float = 1.0
-    timeout_s: float | None = None
-    """What a call may take in a worker process; None: it runs in this process, without a limit."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The bound options as plain data, for the worker."""
 
 
 class Scoring:
-    """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name.
+    """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name, or that `remap`
+    puts in the place of such a name. Format rewards score every row.
 
     `workers` is needed where a reward has a time limit; `close` ends them.
     """
@@ -50,16 +39,18 @@ class Scoring:
         max_failed_share: float = 0.1,
         non_stop_penalty: float | None = None,
         workers: RewardWorkers | None = None,
+        scale: float = 1.0,
+        remap: Mapping[str, str] | None = None,
     ) -> None:
         self._by_name, self._default, self._workers = by_name, default, workers
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
+        self._non_stop_penalty, self._scale, self._remap = non_stop_penalty, scale, remap or {}
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
-        self._non_stop_penalty = non_stop_penalty
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
-        rest = (self._max_failed_share, self._non_stop_penalty, self._workers)
-        return Scoring(self._by_name, self._default, sys.maxsize, *rest)
+        limits = (sys.maxsize, self._max_failed_share, self._non_stop_penalty)
+        return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap)
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -68,7 +59,13 @@ class Scoring:
 
     def without_highest(self, names: Sequence[str]) -> list[str]:
         """Those of a row's rewards for which "correct" is not known; `names` may be empty, as in a row."""
-        return [name for name in names or self._default if _highest(self._by_name[name]) == float("inf")]
+        return [reward.name for reward in self.rewards_of(names) if math.isinf(reward.highest_share)]
+
+    def rewards_of(self, names: Sequence[str]) -> list[NamedReward]:
+        """What scores a row that names these, or none: each reward once, format rewards last."""
+        task = [self._by_name[name] for name in [self._remap.get(name, name) for name in names] or self._default]
+        formats = [reward for reward in self._by_name.values() if reward.format is not None]
+        return list({reward.name: reward for reward in [*task, *formats]}.values())
 
     async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """Yields in the order of arrival; a group is scored while later ones are still being written.
@@ -92,9 +89,10 @@ class Scoring:
     async def score(self, group: Group) -> Group:
         """The group with rewards, their parts and what failed."""
         started = time.monotonic()
-        rewards = [self._by_name[name] for name in group.prompt.reward or self._default]
+        rewards = self.rewards_of(group.prompt.reward)
         encoded = encode_group(group) if any(reward.timeout_s is not None for reward in rewards) else None
-        columns = await asyncio.gather(*(self._outcomes(reward, group, encoded) for reward in rewards))
+        with counting() as counts:
+            columns = await asyncio.gather(*(self._outcomes(reward, group, encoded) for reward in rewards))
         failures: Counter[str] = Counter()
         parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
         for reward, column in zip(rewards, columns, strict=True):
@@ -103,17 +101,20 @@ class Scoring:
                     failures[f"{reward.name}: {outcome.reason}"] += 1
                 value = None if isinstance(outcome, Failed) else outcome
                 part[reward.name] = check_value(reward.name, reward.function, value, group.prompt)
-        totals = [_total(rewards, part) for part in parts]
-        highest = sum(map(_highest, rewards))
         scored = replace(
             group,
-            rewards=tuple(totals),
+            rewards=tuple(total(rewards, part, self._scale) for part in parts),
             reward_parts=tuple(parts),
-            correct=tuple(_is_correct(total, highest) for total in totals),
+            correct=tuple(is_correct(rewards, part, self._scale) for part in parts),
             reward_failures=dict(failures),
+            reward_counts=dict(counts),
             scoring_s=time.monotonic() - started,
         )
         return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
+
+    async def try_reward(self, reward: NamedReward, group: Group) -> list[Outcome]:
+        """What one reward alone makes of each rollout; a breach of contract is raised."""
+        return await self._outcomes(reward, group, None if reward.timeout_s is None else encode_group(group))
 
     async def _outcomes(self, reward: NamedReward, group: Group, encoded: EncodedGroup | None) -> list[Outcome]:
         """One a rollout."""
@@ -150,28 +151,6 @@ class Scoring:
                 f"{failed} of {len(values)} reward calls gave no number, more than "
                 f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
             )
-
-
-def _highest(reward: NamedReward) -> float:
-    """Its largest share in the sum; infinite where it declares no range."""
-    if reward.weight == 0:  # 0 · ∞ is no number
-        return 0.0
-    return reward.weight * declared_range(reward.function)[reward.weight >= 0]
-
-
-def _total(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float | None:
-    """Weighted sum; None if any gave no number: a rollout is never judged by a part of its rewards."""
-    values = [part[reward.name] for reward in rewards]
-    if any(value is None for value in values):
-        return None
-    return sum(reward.weight * value for reward, value in zip(rewards, values, strict=True) if value is not None)
-
-
-def _is_correct(total: float | None, highest: float) -> bool | None:
-    """Whether the reward is the highest possible; unknown where a reward declares no range."""
-    if total is None or highest == float("inf"):
-        return None
-    return total >= highest - 1e-8
 
 
 def _penalised(group: Group, penalty: float) -> Group:

@@ -22,7 +22,8 @@ from typing import Any
 from podium.errors import RewardContractError
 from podium.lookup import find, validate_options
 from podium.reward._calls import call_reward
-from podium.reward._contract import Style, bind_options, style_of
+from podium.reward._classes import Normalised, bound_reward
+from podium.reward._contract import Style, style_of
 from podium.reward._death import adopt_orphans, die_with_parent, outlive_parent
 from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
 
@@ -59,7 +60,9 @@ def main(given: Mapping[str, Any]) -> None:
 def _load(recipe: Mapping[str, Any]) -> Loaded:
     name = recipe["name"]
     found = find("reward", name)
-    function = bind_options(found, validate_options(f"reward {name!r}", found, recipe["options"]))
+    function = bound_reward(found, validate_options(f"reward {name!r}", found, recipe["options"]))
+    if isinstance(function, Normalised):
+        _ = function.instance  # made here, once for all workers
     return Loaded(function, style_of(function))
 
 

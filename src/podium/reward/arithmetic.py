@@ -10,15 +10,22 @@ from typing import Annotated
 
 from pydantic import Field
 
-from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, runs_inline
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
+from podium.reward._numbers import expected_integer, numbers_in
 
 MARKER = "####"
-INTEGER = r"-?(?<!\d)\d++(?!\.\d)"
-"""No part of a longer number. Takes all digits or none, so that a long run of them costs linear time."""
+INTEGER = r"-?[0-9]+(?!\.?[0-9])"
+
+
+def check(row: Row) -> None:
+    """The row's answer is an integer."""
+    expected_integer(row.answer)
 
 
 @runs_inline
+@gold_answer(lambda prompt: f"{MARKER} {prompt.answer}")
+@checks_answer(check)
 @declare_range(0.0, 1.2)
 def arithmetic(
     prompt: Prompt,
@@ -36,4 +43,4 @@ def arithmetic(
 
 
 def _same(found: str, answer: object) -> bool:
-    return int(found) == int(str(answer))
+    return list(numbers_in(found)) == [expected_integer(answer)]

@@ -6,7 +6,7 @@ process, so it can neither read what is expected nor pretend to have passed.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, refuses
+from podium.reward._contract import declare_range, gold_answer, refuses
 from podium.reward._program import (
     Memory,
     TestTimeout,
@@ -15,12 +15,14 @@ from podium.reward._program import (
     last_fenced_block,
     pass_rate,
     refuse_program,
+    solution_of,
     tests_of,
 )
 from podium.reward._sandbox import Limits, Sandbox, judge_asserts
 
 
 @refuses(refuse_program)
+@gold_answer(solution_of)
 @declare_range(0.0, 1.0)
 def code(
     prompt: Prompt,

@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, refuses
+from podium.reward._contract import declare_range, gold_answer, refuses
 from podium.reward._program import (
     Memory,
     TestTimeout,
@@ -19,12 +19,14 @@ from podium.reward._program import (
     last_fenced_block,
     pass_rate,
     refuse_program,
+    solution_of,
     tests_of,
 )
 from podium.reward._sandbox import Limits, Sandbox, run_with_inputs
 
 
 @refuses(refuse_program)
+@gold_answer(solution_of)
 @declare_range(0.0, 1.0)
 def code_stdio(
     prompt: Prompt,

@@ -1,13 +1,16 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 import inspect
+import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from podium.advantage._assign import assign_advantages
+from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
@@ -20,8 +23,10 @@ from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.report.jsonl import Jsonl
-from podium.reward._contract import bind_options
-from podium.reward._scoring import NamedReward, Scoring
+from podium.reward._classes import bound_reward
+from podium.reward._combine import NamedReward
+from podium.reward._contract import declared_range
+from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
@@ -30,6 +35,9 @@ from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.sync._probe import TOLERANCE
 from podium.trainer._optimizer import check_optimizer
+
+SHOWN = 20
+"""Unusable answers that the message lists."""
 
 DEFAULT_WORKER_MEMORY_MB = 4096
 
@@ -49,37 +57,62 @@ def check_trainer(settings: Settings) -> None:
     check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
-def build_data(settings: Settings, sources: Sequence[DataSource], policy: Policy, plan: Plan) -> OrderedData:
-    """The rows of all sources, one after the other, then in the run's order."""
-    max_new_tokens, context = settings.rollout.options.get("max_new_tokens", 0), policy.max_context_tokens
+@dataclass(frozen=True)
+class ReadSource:
+    """One table of `[[data]]` and its rows, as they were before the model was there to render them."""
+
+    table: DataSource
+    rows: Sequence[Row]
+    num_beyond_max_rows: int
+
+
+def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
+    """Reads every source. It needs no model, so bad data is told before one is loaded."""
+    read = []
+    for table in tables:
+        rows = find("data", table.name)(**table.options)
+        some = rows[: table.max_rows]
+        named = [Row(row.messages, row.answer, row.reward, row.source or table.name, row.metadata) for row in some]
+        read.append(ReadSource(table, named, len(rows) - len(some)))
+    return read
+
+
+def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
+    """The rows of all sources, rendered, in the run's order."""
+    max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
+    context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
     fits = context - max_new_tokens
     if fits < 1:
         raise InputError(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    rows: list[Row] = []
-    limits: list[int] = []
-    for source in sources:
-        some = find("data", source.name)(**source.options)[: source.max_rows]
-        rows += [Row(row.messages, row.answer, row.reward, row.source or source.name, row.metadata) for row in some]
-        limits += [min(fits, source.max_prompt_tokens or fits)] * len(some)
-    return OrderedData(rows, limits, policy.tokenizer, plan, settings.run.seed, settings.rollout.options.get("system"))
+    sources = [
+        Source(
+            name=each.table.name,
+            num_rows=len(each.rows),
+            max_prompt_tokens=min(fits, each.table.max_prompt_tokens or fits),
+            num_beyond_max_rows=each.num_beyond_max_rows,
+            weight=each.table.weight,
+            rows=each.table.rows,
+        )
+        for each in read
+    ]
+    rows = [row for each in read for row in each.rows]
+    system = settings.rollout.options.get("system")
+    return OrderedData(rows, sources, policy.tokenizer, plan, settings.run.seed, system)
 
 
-def held_out_data(settings: Settings, policy: Policy, plan: Plan) -> OrderedData | None:
-    """The `[[eval.data]]` sources, or None."""
-    return build_data(settings, settings.eval.data, policy, plan) if settings.eval.data else None
-
-
-def probe_ids(data: OrderedData) -> list[int]:
-    """Fixed tokens for the parity probe: the first prompts, one after the other."""
+def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
+    """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
+    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
-    return (ids * 2)[: max(2, min(64, len(ids)))]
+    return (ids * 2)[: max(2, min(longest, len(ids)))]
 
 
-def parity_tolerance(settings: Settings) -> float:
-    """Wider only where the trainer alone computes in bfloat16; otherwise both run the same layers."""
-    return TOLERANCE[settings.trainer.options.get("precision", "float32")]
+def parity_tolerance(settings: Settings, engine: Any) -> float:
+    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+    precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
+    return max(TOLERANCE[precision] for precision in precisions)
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:
@@ -92,30 +125,61 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
         if choice.name in by_name:
             raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
         by_name[choice.name] = _named_reward(choice)
+    default = [choice.name for choice in settings.reward if choice.format is None]
+    remap = settings.scoring.remap
+    for name in remap.values():
+        _add_named(by_name, name, f"scoring.remap: reward {name!r}")
     combinations = {names for source in data for names in source.reward_choices}
     named_by_rows = {name for names in combinations for name in names}
-    for name in sorted(named_by_rows - set(by_name)):
-        if name not in choices("reward") and ":" not in name:
-            raise InputError(
-                f"a row names the reward {name!r}, which is not known; known: {', '.join(choices('reward'))}"
-            )
-        by_name[name] = _named_reward(Reward(name=name).resolved("reward", f"reward {name!r}, named by a row"))
-    unused = [] if () in combinations else sorted({choice.name for choice in settings.reward} - named_by_rows)
-    if unused and all_rows:
-        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
-    if () in combinations and not settings.reward:
-        raise InputError("no reward: add a [[reward]] table, or name one in each row")
-    default = [choice.name for choice in settings.reward]
+    for name in sorted(named_by_rows - set(remap)):
+        _add_named(by_name, name, f"{_first_row(data, name)}: reward {name!r}")
+    if all_rows:
+        _refuse_unused(settings, combinations, default)
+    limits = (settings.run.prompts_per_step, settings.scoring.max_failed_share, settings.scoring.non_stop_penalty)
     workers = _build_workers(settings, by_name, all_rows)
-    limits = settings.scoring
-    return Scoring(
-        by_name,
-        default,
-        settings.run.prompts_per_step,
-        limits.max_failed_share,
-        limits.non_stop_penalty,
-        workers,
-    )
+    scoring = Scoring(by_name, default, *limits, workers, settings.scoring.scale, remap)
+    for names in combinations:
+        if all(reward.format is not None for reward in scoring.rewards_of(names)):
+            raise InputError(_without_task(data, names, by_name))
+    check_answers(scoring, data)
+    return scoring
+
+
+def _add_named(by_name: dict[str, NamedReward], name: str, where: str) -> None:
+    """A reward without a table of its own, with its defaults."""
+    if name not in by_name:
+        if name not in choices("reward") and ":" not in name:
+            raise InputError(f"{where} is not known; known: {', '.join(choices('reward'))}, or a 'module:object'")
+        by_name[name] = _named_reward(Reward(name=name).resolved("reward", where))
+
+
+def _refuse_unused(settings: Settings, combinations: set[tuple[str, ...]], default: Sequence[str]) -> None:
+    """Tables and names that score no row."""
+    named_by_rows = {name for names in combinations for name in names}
+    for name in settings.scoring.remap:
+        if name not in named_by_rows:
+            raise InputError(f"scoring.remap.{name} has no effect: no row names the reward {name!r}; remove it")
+    used = {settings.scoring.remap.get(name, name) for name in named_by_rows}
+    unused = [] if () in combinations else sorted(set(default) - used)
+    if unused:
+        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
+
+
+def _without_task(data: Sequence[OrderedData], names: Sequence[str], by_name: dict[str, NamedReward]) -> str:
+    """What to say of rows that have format rewards only, or none."""
+    if names:
+        where = f"{_first_row(data, names[0])} names format rewards only"
+        return f"{where}, {', '.join(names)}; name a reward for its answer too"
+    if by_name and all(reward.format is not None for reward in by_name.values()):
+        return f"no reward but for the format, {next(iter(by_name))!r}; add a [[reward]] table without 'format'"
+    return "no reward: add a [[reward]] table, or name one in each row"
+
+
+def _first_row(data: Sequence[OrderedData], name: str) -> str:
+    """The first row that names the reward, for people."""
+    rows = ((number, row) for source in data for number, row in enumerate(source.rows, start=1))
+    number, row = next((number, row) for number, row in rows if name in row.reward)
+    return f"row {number} of {row.source or 'the data'}"
 
 
 def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
@@ -127,6 +191,26 @@ def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) ->
             f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
             "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
         )
+
+
+def check_answers(scoring: Scoring, data: Sequence[OrderedData]) -> None:
+    """Lets each reward look at the answers of its rows; names every row that it cannot use."""
+    complaints = []
+    for source in data:
+        for number, row in enumerate(source.rows, start=1):
+            for reward in scoring.rewards_of(row.reward):
+                try:
+                    getattr(reward.function, "check_answer", _any_answer)(row)
+                except (ValueError, TypeError) as error:
+                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {reward.name!r}: {error}")
+    if complaints:
+        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
+        listing = "\n".join(complaints[:SHOWN])
+        raise InputError(f"{len(complaints)} answers cannot be used; mend or remove the rows:\n{listing}{more}")
+
+
+def _any_answer(row: Row) -> None:
+    """For rewards that say nothing of the answers that they need."""
 
 
 def check_rewards(settings: Settings) -> None:
@@ -142,11 +226,19 @@ def _named_reward(choice: Reward) -> NamedReward:
             f"reward.name = {choice.name!r}: a worker process cannot import the script that was started; put the "
             f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
         )
+    if inspect.isclass(found) and not hasattr(found, "registered_name"):
+        raise InputError(f'reward.name = {choice.name!r} is a class; put @podium.register_reward("name") on it')
     if refuse := getattr(found, "refuse", None):
         refuse(choice.timeout_s, **choice.options)
-    function = bind_options(found, choice.options)
+    function = bound_reward(found, choice.options)
+    if choice.format == "gate" and math.isinf(declared_range(function)[1]):
+        raise InputError(
+            f"reward {choice.name!r} with format = 'gate': it does not declare its highest value, so when it lets the "
+            "others through is not known; put podium.declare_range(lowest, highest) on it"
+        )
     plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
-    return NamedReward(choice.name, function, choice.weight, choice.timeout_s, plain)
+    weight = 1.0 if choice.weight is None else choice.weight
+    return NamedReward(choice.name, function, weight, choice.timeout_s, plain, choice.format)
 
 
 def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from podium.model.fused import SAVED_SHARE
+from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
 from podium.model.logprobs import MAX_CHUNK_ELEMENTS
 from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
@@ -20,6 +20,10 @@ MOST_TOKENS = {"cpu": 16384, "cuda": 65536}
 
 LEAST_TOKENS = 2048
 """A batch smaller than this wastes time; before that, gradient checkpointing pays."""
+
+
+HELD = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
+"""What a run holds whatever its batches are; "trained" stands for the gradients."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,7 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """Held whatever a batch is; gradients are as large as what is trained."""
-        parts = (self.weights, 2 * self.trained, self.optimizer, self.reference, self.engine_copy, self.cache)
-        return sum(parts) - self.trained + self.logits
+        return sum(getattr(self, name) for name in HELD)
 
     @property
     def total(self) -> float:
@@ -72,8 +75,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     }
     precision = options.get("precision", "float32")
     plain = saved_bytes_per_token(policy, None if precision == "float32" else getattr(torch, precision))
-    is_compiled = options.get("compile")
-    if policy.device.type == "cuda" if is_compiled is None else is_compiled:
+    if is_compiled(policy.model, options.get("compile")):
         plain *= SAVED_SHARE
     checkpointing = options.get("gradient_checkpointing")
     if checkpointing is None:
@@ -89,8 +91,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
 
 def _room(held: dict[str, Any], per_token: float) -> int:
     """Tokens for which there is memory beside what is held."""
-    names = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
-    return max(0, int((USED_SHARE * held["device"] - sum(held[name] for name in names)) / per_token))
+    return max(0, int((USED_SHARE * held["device"] - sum(held[name] for name in HELD)) / per_token))
 
 
 def _copies_reference(settings: Settings, policy: Policy) -> bool:
@@ -99,14 +100,22 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
+        weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
+        share = settings.engine.options.get("memory_share", 0.0)
+        return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if policy.peft is None:
         return 0 if settings.run.sync_every == 1 else trained
+    if policy.model.dtype != torch.float32:
+        return 0  # it samples through the adapter's own layers
     adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
     return sum(p.numel() * p.element_size() for p in adapted)
 
 
 def _cache(settings: Settings, policy: Policy, longest: int) -> int:
     """Keys and values of all rollouts that are written at the same time."""
+    if settings.engine.name.startswith("vllm") and policy.device.type == "cuda":
+        return 0  # within its share
     config: Any = policy.model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

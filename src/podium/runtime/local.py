@@ -23,12 +23,12 @@ from podium.runtime._build import (
     check_rewards,
     check_trainer,
     eval_options,
-    held_out_data,
     make_engine,
     make_rollout,
     make_trainer,
     parity_tolerance,
     probe_ids,
+    read_sources,
     run_card,
 )
 from podium.runtime._memory import memory_plan
@@ -46,10 +46,11 @@ def local(
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     check_rewards(settings)
     check_trainer(settings)
+    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, settings.data, policy, settings.plan)
+    data = build_data(settings, rows, policy, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)
-    held_out = held_out_data(settings, policy, plan)
+    held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
@@ -68,7 +69,7 @@ def local(
         pack=build_pack(settings, memory),
         trainer=trainer,
         sync=find("sync", settings.sync.name)(
-            trainer, engine, probe_ids(data), parity_tolerance(settings), **settings.sync.options
+            trainer, engine, probe_ids(settings, data), parity_tolerance(settings, engine), **settings.sync.options
         ),
         checkpoint=FolderCheckpoint(
             folder,

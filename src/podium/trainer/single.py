@@ -19,7 +19,7 @@ from pydantic import Field
 from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
 from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
-from podium.model.fused import compile_layers
+from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
@@ -30,6 +30,8 @@ from podium.trainer._ranks import sum_over_ranks, together
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Single:
@@ -51,7 +53,7 @@ class Single:
         optimizer: Annotated[
             OptimizerName, Field(description="adamw_8bit keeps a quarter of the state; it needs bitsandbytes")
         ] = "adamw",
-        betas: Annotated[tuple[float, float], Field(description="AdamW's")] = (0.9, 0.999),
+        betas: Annotated[tuple[Beta, Beta], Field(description="AdamW's")] = (0.9, 0.999),
         weight_decay: Annotated[float, Field(ge=0)] = 0.0,
         max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
         epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
@@ -89,7 +91,7 @@ class Single:
         if gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.enable_input_require_grads()
-        if policy.device.type == "cuda" if compile is None else compile:
+        if is_compiled(self._model, compile):
             compile_layers(self._model)
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
@@ -187,11 +189,15 @@ class Single:
         for batch in batches:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
-        placed = [self._place(batch) for batch in batches]
-        if self._has_several_updates and self._loss.takes_snapshot:
-            placed = [each.with_fields(old_logprobs=self._snapshot(each)) for each in placed]
-        if self._reference:
-            placed = [each.with_fields(reference_logprobs=self._reference.logprobs(each)) for each in placed]
+        placed = []
+        for batch in batches:
+            parts = [self._place(part) for part in halved(batch, self._halvings)]
+            frozen: dict[str, torch.Tensor] = {}
+            if self._has_several_updates and self._loss.takes_snapshot:
+                frozen["old_logprobs"] = torch.cat([self._snapshot(part) for part in parts])
+            if self._reference:
+                frozen["reference_logprobs"] = torch.cat([self._reference.logprobs(part) for part in parts])
+            placed.append(self._place(batch).with_fields(**frozen))
         return placed
 
     def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:

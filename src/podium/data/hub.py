@@ -1,0 +1,105 @@
+"""Data from Hugging Face `datasets`: a hub name, a folder, or a parquet, JSON, CSV or Arrow file.
+
+In: a path and a split. Out: rows with the columns that `_rows.py` tells; an empty cell counts as a missing column.
+Columns of pictures, sound and the like are left out. Local files are read without leaving a cache behind; what comes
+from the hub stays in the library's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from podium.data._rows import AnswerColumn, Columns, PromptColumn, RewardColumn, read_rows
+from podium.errors import InputError
+from podium.model.hub import hub_is_reachable
+from podium.records import Row
+
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+"""File name's end → the library's reader."""
+
+
+def hub(
+    *,
+    path: Annotated[str, Field(min_length=1, description="a hub name such as openai/gsm8k, a folder or a file")],
+    split: Annotated[str, Field(min_length=1, description="also a slice such as train[:10%]")] = "train",
+    config: Annotated[str | None, Field(description="the name of one of several datasets in one place")] = None,
+    prompt_column: PromptColumn = None,
+    answer_column: AnswerColumn = None,
+    reward_column: RewardColumn = None,
+) -> list[Row]:
+    """Every row of the split, in its order."""
+    if find_spec("datasets") is None:
+        raise InputError("data.name = 'hub' needs the package datasets: pip install datasets")
+    with _loaded(path, split, config) as table:
+        names = [name for name, kind in table.features.items() if not hasattr(kind, "decode_example")]
+        numbered = enumerate(table.select_columns(names), start=1)
+        return read_rows(
+            f"{path} ({split})", numbered, Columns(prompt_column, answer_column, reward_column), _without_empty
+        )
+
+
+def _without_empty(row: dict[str, Any]) -> dict[str, Any]:
+    """A table has every column in every row; those that a row does not have are None."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+@contextmanager
+def _loaded(path: str, split: str, config: str | None) -> Iterator[Any]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    with TemporaryDirectory() as scratch:
+        try:
+            table = _load(datasets, path, split, config, scratch)
+        except InputError:
+            raise
+        except Exception as error:  # whatever a broken file or an unknown name makes the libraries raise
+            raise InputError(f"data.path = {path!r}, split {split!r} cannot be loaded: {_reason(error)}") from None
+        yield table
+
+
+def _load(datasets: Any, path: str, split: str, config: str | None, scratch: str) -> Any:
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.suffix not in FORMATS:
+            raise InputError(f"data.path = {path!r}: a file must end in one of {', '.join(FORMATS)}")
+        if config is not None:
+            raise InputError(f"data.config = {config!r} has no effect on a single file; remove it")
+        return datasets.load_dataset(FORMATS[place.suffix], data_files=str(place), split=split, cache_dir=scratch)
+    if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+        return _saved(datasets, place, split, config)
+    if place.is_dir():
+        return datasets.load_dataset(str(place), config, split=split, cache_dir=scratch)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise InputError(f"data.path = {path!r}: no such file or folder")
+    if not _is_cached(datasets, path) and not hub_is_reachable():
+        raise InputError(f"data.path = {path!r} is no file or folder here and the hub cannot be reached")
+    return datasets.load_dataset(path, config, split=split)
+
+
+def _saved(datasets: Any, folder: Path, split: str, config: str | None) -> Any:
+    """A folder that `save_to_disk` wrote: one table, or one for each split."""
+    if config is not None:
+        raise InputError(f"data.config = {config!r} has no effect on a folder that save_to_disk wrote; remove it")
+    saved = datasets.load_from_disk(str(folder), keep_in_memory=True)
+    tables = saved if isinstance(saved, dict) else {"train": saved}
+    if split not in tables:
+        raise InputError(f"data.split = {split!r} is not in {folder}; it has: {', '.join(tables)}")
+    return tables[split]
+
+
+def _is_cached(datasets: Any, name: str) -> bool:
+    return (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost error: the library's outer one says only that there was one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

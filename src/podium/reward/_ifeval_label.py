@@ -1,0 +1,109 @@
+"""From the label of a row to the checks that it asks for, in either of its two forms.
+
+IFEval: `{"instruction_id_list": […], "kwargs": [{…}, …]}` (`instruction_id` is read too), also as the row's own fields
+where it has no answer. Tulu 3: `{"func_name": …, …}`. Both may be written as JSON or as a Python literal, and several
+may stand in a list. An argument that is null counts as absent.
+"""
+
+import ast
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from podium.errors import InputError
+from podium.records import Prompt, Row
+from podium.reward import _ifeval_instructions, _tulu3_functions
+from podium.reward._english import require_langdetect
+from podium.reward._markup import after_thinking, final_text
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One thing that the text must keep to."""
+
+    function: Callable[..., bool]
+    arguments: Mapping[str, Any]
+    judged: Callable[[str], str]
+    """The part of a text that is judged."""
+
+    def is_followed(self, text: str) -> bool:
+        """An empty answer follows nothing."""
+        text = self.judged(text)
+        return bool(text.strip()) and self.function(text, **self.arguments)
+
+
+def constraints(row: Row | Prompt) -> list[Constraint]:
+    """What the row's label asks for; an `InputError` says why it cannot be used."""
+    label = row.answer
+    if label is None and "instruction_id_list" in row.metadata:
+        label = dict(row.metadata)
+    found = list(_read(label))
+    if not found:
+        raise InputError("the label names no instruction")
+    return found
+
+
+def _read(label: Any) -> Iterator[Constraint]:
+    label = _parse(label) if isinstance(label, str) else label
+    for each in label if isinstance(label, list) else [label]:
+        entry = _parse(each) if isinstance(each, str) else each
+        fields = entry if isinstance(entry, dict) else {}
+        ids, kwargs = fields.get("instruction_id_list", fields.get("instruction_id")), fields.get("kwargs")
+        if "func_name" in fields:
+            arguments = {key: value for key, value in fields.items() if key != "func_name"}
+            yield _constraint(_tulu3_functions.FUNCTIONS, fields["func_name"], arguments, final_text)
+        elif isinstance(ids, list) and isinstance(kwargs, list):
+            if len(ids) != len(kwargs):
+                raise InputError(f"{len(ids)} instructions have {len(kwargs)} kwargs; give each its own")
+            for name, arguments in zip(ids, kwargs, strict=True):
+                yield _constraint(_ifeval_instructions.INSTRUCTIONS, name, arguments or {}, after_thinking)
+        else:
+            raise InputError(
+                "the label must have 'instruction_id_list' and 'kwargs' (IFEval) or 'func_name' (Tulu 3), "
+                f"not {entry!r:.60}"
+            )
+
+
+def _parse(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    raise InputError(f"the label is neither JSON nor a Python literal: {text!r:.60}")
+
+
+def _constraint(
+    known: Mapping[str, Callable[..., bool]], name: Any, arguments: Any, judged: Callable[[str], str]
+) -> Constraint:
+    """The named function with its arguments checked."""
+    if not isinstance(name, str) or name not in known:
+        raise InputError(f"{name!r:.60} is not known; known: {', '.join(known)}")
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"{name}: the arguments must be an object, not {arguments!r:.60}")
+    function = known[name]
+    if function in _ifeval_instructions.TELL_LANGUAGE | _tulu3_functions.TELL_LANGUAGE:
+        require_langdetect()
+    given = {key: value for key, value in arguments.items() if value is not None}
+    try:
+        checked = dict(_arguments_model(function)(**given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
+    for nth, count in (("nth_paragraph", "num_paragraphs"), ("i", "N")):
+        if nth in checked and checked[nth] > checked[count]:
+            raise InputError(f"{name}: {nth} = {checked[nth]} is more than {count} = {checked[count]}")
+    return Constraint(function, checked, judged)
+
+
+@lru_cache
+def _arguments_model(function: Callable[..., bool]) -> type[BaseModel]:
+    """What checks the function's keyword-only arguments by their annotations; none may be missing or unknown."""
+    parameters = inspect.signature(function).parameters.values()
+    fields = {each.name: (each.annotation, ...) for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)  # type: ignore[call-overload]

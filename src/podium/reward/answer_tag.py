@@ -1,0 +1,32 @@
+"""1 if the last `<answer>…</answer>` holds one number and it is the expected integer, else 0.
+
+What stands around the number in the block (a unit, white space) does not count; a second number does: `17 or 18` is
+no answer. The row's answer is an integer, or a text with such a block.
+"""
+
+from typing import Any
+
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
+from podium.reward._markup import last_block
+from podium.reward._numbers import expected_integer, numbers_in
+
+
+def label(answer: Any) -> str:
+    """The integer of the answer, or of its last block."""
+    block = last_block(answer, "answer") if isinstance(answer, str) else None
+    return expected_integer(answer if block is None else block)
+
+
+def check(row: Row) -> None:
+    """The row's answer is an integer."""
+    label(row.answer)
+
+
+@gold_answer(answer_within("<answer>", "</answer>"))
+@checks_answer(check)
+@declare_range(0.0, 1.0)
+def answer_tag(prompt: Prompt, rollout: Rollout) -> float:
+    """0 or 1."""
+    block = last_block(rollout.text, "answer")
+    return float(block is not None and list(numbers_in(block)) == [label(prompt.answer)])

@@ -1,0 +1,35 @@
+"""1 if the last number of the text is the answer's, else 0; commas and units do not count.
+
+The answer is a number (`18`, `"1,200"`, `"$18"`) or GSM8K's own text, whose answer stands after `####`. `18.00` equals
+`18`; see `_numbers.py` for what is a number.
+"""
+
+from typing import Any
+
+from podium.errors import InputError
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range
+from podium.reward._numbers import answer_as_text, last_number, numbers_in
+
+MARKER = "####"
+
+
+def expected_number(answer: Any) -> str:
+    """The number after the last `####`; without that marker the last number of the answer."""
+    _, marker, tail = answer_as_text(answer).rpartition(MARKER)
+    found = next(numbers_in(tail), None) if marker else last_number(tail)
+    if found is None:
+        raise InputError(f"no number in the answer {answer!r:.60}; give one, or a text that ends in '#### 18'")
+    return found
+
+
+def check(row: Row) -> None:
+    """The row's answer has a number."""
+    expected_number(row.answer)
+
+
+@checks_answer(check)
+@declare_range(0.0, 1.0)
+def gsm8k(prompt: Prompt, rollout: Rollout) -> float:
+    """0 or 1."""
+    return float(last_number(rollout.text) == expected_number(prompt.answer))

@@ -1,0 +1,22 @@
+r"""1 if the answer that the text gives is mathematically the expected one, else 0.
+
+The text's answer is its last `\boxed{…}`; without one what follows the last "answer is"; then the last formula
+(`$…$`); then the whole text. The two are the same if their tidy texts are (layout, spelling of signs and units aside),
+or if math-verify finds them equal: `1/2` is `0.5`, `x = 5` is `5`, `\{1, 2\}` is `\{2, 1\}`, `50\%` is both `0.5` and
+`50`. The row's answer is a text or a number; if it has a box, what stands in it.
+"""
+
+from podium.records import Prompt, Rollout
+from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
+from podium.reward._math_equal import same_answer
+from podium.reward._math_label import check, expected_answer
+from podium.reward._math_text import find_answer
+
+
+@gold_answer(answer_within(r"The answer is \boxed{", "}"))
+@checks_answer(check)
+@declare_range(0.0, 1.0)
+def math(prompt: Prompt, rollout: Rollout) -> float:
+    """0 or 1."""
+    found = find_answer(rollout.text)
+    return float(found is not None and same_answer(found, expected_answer(prompt.answer)))

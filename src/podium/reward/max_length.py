@@ -1,0 +1,42 @@
+"""1 at the target length in tokens, falling evenly to 0 at `zero_at` tokens more or fewer.
+
+The answer of a row is its target. Tokens are those of the rollout, the stop token too.
+"""
+
+import math
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from podium.errors import InputError
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range, gold_answer
+
+
+def target_tokens(answer: Any) -> float:
+    """The target, given as a number or as its text."""
+    try:
+        target = math.nan if isinstance(answer, bool) else float(answer)
+    except (TypeError, ValueError, OverflowError):
+        target = math.nan
+    if not 0 < target < math.inf:
+        raise InputError(f"the answer must be a number of tokens above 0, not {answer!r:.60}")
+    return target
+
+
+def check(row: Row) -> None:
+    """The row's answer is a number of tokens."""
+    target_tokens(row.answer)
+
+
+@gold_answer("it scores the length, not the answer")
+@checks_answer(check)
+@declare_range(0.0, 1.0)
+def max_length(
+    prompt: Prompt,
+    rollout: Rollout,
+    *,
+    zero_at: Annotated[int, Field(ge=1, description="tokens off the target that score 0")] = 8192,
+) -> float:
+    """0 … 1."""
+    return max(0.0, 1.0 - abs(len(rollout.token_ids) - target_tokens(prompt.answer)) / zero_at)

@@ -1,0 +1,27 @@
+"""DAPO's soft penalty: 0 up to `free_tokens`, then falling evenly to −1 over `buffer_tokens` more, −1 beyond.
+
+With DAPO's L_max and L_cache: free_tokens = L_max − L_cache, buffer_tokens = L_cache. Needs no answer. Tokens are
+those of the rollout, the stop token too. Its highest value is 0, so beside a task's reward it changes no meaning of
+"correct" but this: an answer that is too long is not correct.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from podium.records import Prompt, Rollout
+from podium.reward._contract import declare_range, gold_answer
+
+
+@gold_answer("it scores the length, not the answer")
+@declare_range(-1.0, 0.0)
+def overlong(
+    prompt: Prompt,
+    rollout: Rollout,
+    *,
+    free_tokens: Annotated[int, Field(ge=0, description="tokens without a penalty")],
+    buffer_tokens: Annotated[int, Field(ge=1, description="tokens over which it falls to -1")],
+) -> float:
+    """−1 … 0."""
+    excess = max(0, len(rollout.token_ids) - free_tokens)
+    return 0.0 - min(1.0, excess / buffer_tokens)

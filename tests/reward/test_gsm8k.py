@@ -1,0 +1,96 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from podium.errors import InputError
+from podium.records import Row
+from podium.reward._contract import declared_range
+from podium.reward.gsm8k import check, gsm8k
+from tests.builders import make_prompt, make_rollout
+
+DATA = Path(os.environ.get("PODIUM_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
+
+
+def score(text: str, answer: object = "18") -> float:
+    return gsm8k(make_prompt(answer=answer), make_rollout(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("18", "18", 1),
+        ("She makes 9 * 2 = $18 every day.\n#### 18", "18", 1),
+        ("The answer is 18.", 18, 1),
+        ("It is **18** dollars", "18", 1),
+        ("\\boxed{18}", "18", 1),
+        ("18.00", "18", 1),
+        ("$18", "18", 1),
+        ("18 eggs", "18", 1),
+        ("18%", "18", 1),
+        ("1,200", "1200", 1),
+        ("1200", "1,200", 1),
+        ("109,200,000 grams", "#### 109,200,000", 1),
+        ("so -7", "-7", 1),
+        ("it is −7", "-7", 1),
+        ("0.5", ".50", 1),
+        ("18", "2 * 9 = <<2*9=18>>18\n#### 18", 1),
+        ("18", "$18", 1),
+        ("18", 18.0, 1),
+        ("18", "#### 18 (2 of 9)", 1),  # the number right after the marker
+        ("18", "2 of 9 are 18", 1),  # without a marker the last one
+        ("17, no: 18", "18", 1),
+        # wrong
+        ("18, no: 17", "18", 0),
+        ("", "18", 0),
+        ("eighteen", "18", 0),
+        ("180", "18", 0),
+        ("18.5", "18", 0),
+        ("-18", "18", 0),
+        ("7", "-7", 0),
+        ("10-7", "-7", 0),
+        ("18 for 2 days", "18", 0),
+        ("1,800", "18", 0),
+        ("1, 800", "1800", 0),
+        ("١٨", "18", 0),
+        ("18", "18 is 2 * 9 \n#### 19", 0),
+    ],
+)
+def test_the_last_number_is_compared(text: str, answer: object, expected: float) -> None:
+    assert score(text, answer) == expected
+
+
+def test_numbers_that_no_integer_should_be_made_of_are_compared_too() -> None:
+    assert score("9" * 10_000, "9" * 10_000) == 1
+    assert score("9" * 10_000, "9" * 9_999) == 0
+
+
+@pytest.mark.parametrize("answer", [None, "", "no number", "18 is right\n#### none", True, [18], float("nan")])
+def test_an_answer_without_a_number_is_refused(answer: object) -> None:
+    with pytest.raises(InputError, match=r"no number in the answer|must be a text or a number"):
+        check(Row.from_text("?", answer=answer))
+
+
+def test_its_range_is_declared() -> None:
+    assert declared_range(gsm8k) == (0.0, 1.0)
+
+
+def gold_answers() -> list[str]:
+    if not (DATA / "train.jsonl").is_file():
+        pytest.skip(f"GSM8K is not in {DATA}; set PODIUM_GSM8K to the folder of its train.jsonl and test.jsonl")
+    lines = [line for name in ("train", "test") for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line)["answer"] for line in lines]
+
+
+def test_every_gold_answer_of_gsm8k_scores_1_and_every_other_answer_0() -> None:
+    answers = gold_answers()
+    assert len(answers) == 8792
+    values = [int(answer.rpartition("####")[2].replace(",", "")) for answer in answers]
+    others = answers[1:] + answers[:1]
+    for answer, value, other, other_value in zip(answers, values, others, values[1:] + values[:1], strict=True):
+        check(Row.from_text("?", answer=answer))
+        assert score(answer, answer) == 1
+        assert score(f"It is {value:,}.", answer) == 1
+        assert score(f"It is ${value}.00", answer) == 1
+        assert score(other, answer) == float(other_value == value)

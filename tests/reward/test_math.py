@@ -1,0 +1,130 @@
+import threading
+
+import pytest
+
+from podium.errors import InputError
+from podium.records import Row
+from podium.reward._contract import declared_range
+from podium.reward._math_equal import same_answer
+from podium.reward._math_label import check
+from podium.reward._math_text import find_answer, last_boxed
+from podium.reward.math import math
+from podium.reward.strict_math import strict_math
+from tests.builders import make_prompt, make_rollout
+from tests.reward.math_pairs import EQUAL, UNEQUAL
+
+PAIRS = [
+    pytest.param(given, expected, verdict, id=f"{kind}: {given} {'is' if verdict else 'is not'} {expected}")
+    for verdict, table in ((True, EQUAL), (False, UNEQUAL))
+    for kind, pairs in table.items()
+    for given, expected in pairs
+]
+
+
+def score(text: str, answer: object) -> float:
+    return math(make_prompt(answer=answer), make_rollout(text))
+
+
+def test_there_are_pairs_enough() -> None:
+    assert len(PAIRS) >= 200
+    assert sum(map(len, UNEQUAL.values())) >= 80
+
+
+@pytest.mark.parametrize(("given", "expected", "verdict"), PAIRS)
+def test_pairs_judged_by_hand(given: str, expected: str, verdict: bool) -> None:
+    assert same_answer(given, expected) is verdict
+    assert score(rf"So it is $\boxed{{{given}}}$.", expected) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        (r"So $x = \boxed{\frac{1}{2}}$.", "0.5", 1),
+        (r"\boxed{1} no, \boxed{2}", "2", 1),
+        (r"\boxed{1} no, \boxed{2}", "1", 0),
+        (r"\boxed{5} and \boxed{6", "5", 1),  # the second one is not closed
+        (r"\boxed{\boxed{5}}", "5", 1),
+        (r"\fbox{5}", "5", 1),
+        (r"\boxed {5}", "5", 1),
+        (r"\boxed{\text{the set } \{1,2\}}", r"\text{the set } \{1, 2\}", 1),
+        (r"The answer is 6. \boxed{5}", "6", 0),  # the box counts
+        ("The answer is 5.", "5", 1),
+        ("The answer is 5. I hope it is correct.", "5", 1),
+        ("The final answer is: **5**", "5", 1),
+        ("Answer: 5", "5", 1),
+        ("the ANSWER IS $5$ because 6", "5", 1),
+        ("The answer is therefore $x = 5$ apples.", "5", 1),
+        ("The answer is:\n$$\\frac{1}{2}$$\nand done", "1/2", 1),
+        (r"The answer is \(0.5\).", "1/2", 1),
+        ("The answer is 3.5 cm.", "3.5", 1),
+        ("The answer is 4. No, the answer is 5.", "5", 1),
+        ("The answer is 4. No, the answer is 5.", "4", 0),
+        ("The answer is unknown, but 5", "5", 0),
+        ("so $x = 4$ and then $5$", "5", 1),
+        ("so $x = 4$ and then $5$", "4", 0),
+        ("it costs \\$4, so $y=5$", "5", 1),
+        ("it costs $4\nso \\(y=5\\)", "5", 1),
+        ("so \\[5\\]", "5", 1),
+        ("5", "5", 1),
+        ("1/2", "0.5", 1),
+        ("I think it is 5", "5", 0),  # a sentence is no answer
+        ("", "5", 0),
+        (r"\boxed{}", "5", 0),
+        (r"\boxed{ }", "5", 0),
+        (r"\boxed{5}", 5, 1),
+        (r"\boxed{0.5}", 0.5, 1),
+        (r"\boxed{5}", r"We get $\boxed{5}$.", 1),
+    ],
+)
+def test_the_answer_is_found_in_the_text(text: str, answer: object, expected: float) -> None:
+    assert score(text, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{5}", 1),
+        (r"so $\boxed{5.0}$", 1),
+        (r"\boxed{6} or \boxed{x = 5}", 1),
+        (r"\boxed{6}", 0),
+        (r"\boxed{5} or \boxed{6}", 0),
+        ("The answer is 5.", 0),
+        ("$5$", 0),
+        ("5", 0),
+        (r"\boxed{5", 0),
+        (r"\boxed5", 0),
+        ("", 0),
+    ],
+)
+def test_strict_math_takes_a_box_and_nothing_else(text: str, expected: float) -> None:
+    assert strict_math(make_prompt(answer="5"), make_rollout(text)) == expected
+
+
+def test_escaped_braces_belong_to_the_answer() -> None:
+    assert last_boxed(r"\boxed{\{1,2\}} \}") == r"\{1,2\}"
+    assert last_boxed(r"\boxed{\frac{1}{2}} {") == r"\frac{1}{2}"
+    assert last_boxed(r"} \boxed{a\\} b") == r"a\\"
+
+
+def test_an_answer_that_is_too_long_is_none() -> None:
+    assert find_answer("\\boxed{" + "1+" * 499 + "1}") is not None
+    assert find_answer("\\boxed{" + "1+" * 500 + "1}") is None
+
+
+def test_it_works_off_the_main_thread() -> None:
+    """math-verify's own limits would raise there, and its callers have scored everything 0 by that."""
+    values: list[float] = []
+    thread = threading.Thread(target=lambda: values.append(score(r"\boxed{\sqrt{18}}", r"3\sqrt{2}")))
+    thread.start()
+    thread.join(timeout=60)
+    assert values == [1.0]
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", "$$", r"\boxed{}", ["5"], True, "1" * 1001])
+def test_an_answer_that_cannot_be_compared_is_refused(answer: object) -> None:
+    with pytest.raises(InputError, match=r"must have 1 to 1000 characters|must be a text or a number"):
+        check(Row.from_text("?", answer=answer))
+
+
+def test_their_ranges_are_declared() -> None:
+    assert declared_range(math) == declared_range(strict_math) == (0.0, 1.0)
