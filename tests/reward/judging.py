@@ -77,6 +77,11 @@ def verdict(text: str, score: Any) -> str:
     return f"Well.\n{json.dumps({'id': mark_in(text), 'score': score})}"
 
 
+class PatientServer(ThreadingHTTPServer):
+    request_queue_size = 128
+    """Connections that may wait: a whole step asks at once, and one that is refused would be a retry."""
+
+
 @contextmanager
 def serving(respond: Callable[[int, str], Reply]) -> Iterator[Server]:
     state = Server(respond)
@@ -98,7 +103,7 @@ def serving(respond: Callable[[int, str], Reply]) -> Iterator[Server]:
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = PatientServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
