@@ -83,7 +83,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a turn with empty content": (GOOD + turns(USER | {"content": ""}), "row 2: 'content' must be a text"),
     "content in parts": (GOOD + turns(USER | {"content": [{"type": "text"}]}), "row 2: 'content' must be a text"),
     "answers only": (GOOD + turns({"role": "assistant", "content": "a"}), "row 2: 'messages' has no turn to answer"),
-    "an unknown reward": (GOOD + row(prompt="a", reward="exactly"), "a row names the reward 'exactly', which is not"),
+    "an unknown reward": (GOOD + row(prompt="a", reward="exactly"), "row 2 of jsonl: reward 'exactly' is not known"),
     "a number for a reward": (GOOD + row(prompt="a", reward=1.0), "row 2: 'reward' must be a name or a list of names"),
     "an empty reward": (GOOD + row(prompt="a", dataset=""), "row 2: 'reward' must be a name or a list of names"),
     "a reward that cannot be imported": (GOOD + row(prompt="a", reward="no_module:x"), "cannot be imported"),
