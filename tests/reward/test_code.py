@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from podium.errors import InputError
+from podium.records import Row
 from podium.reward._program import last_fenced_block
 from podium.reward._sandbox import _problem
 from podium.reward.code import code
@@ -208,6 +209,13 @@ CHEATS: dict[str, tuple[str, list[str]]] = {
     "exits when called": ("import sys\ndef add(a, b): sys.exit(0)", TESTS),
     "leaves when called": ("import os\ndef add(a, b): os._exit(0)", TESTS),
     "raises the end of iteration": ("def add(a, b): raise StopIteration(3)", TESTS),
+    "ends the loop of a test": (
+        "def f(x): raise StopIteration",
+        [
+            "for a, b in zip(map(f, [1, 2]), [2, 3]): assert a == b",
+            "assert all(map(lambda case: f(case[0]) == case[1], [(1, 2), (2, 3)]))",
+        ],
+    ),
     "raises the end of generators": ("def add(a, b): raise GeneratorExit", TESTS),
     "an object equal to all": (EQUAL_TO_ALL, [*TESTS, "assert 3 == add(1, 2)", "assert add(1, 2) in [3]"]),
     "an object close to all": (EQUAL_TO_ALL, ["assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)"]),
@@ -359,3 +367,19 @@ def test_a_time_limit_that_would_make_slow_programs_abstain_is_refused(
     with pytest.raises(InputError, match=message):
         code.refuse(timeout_s, **(every | options))
     code.refuse(10.0, **every)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (["assert add(1, 2) = 3"], "is no Python"),
+        ([{"input": "1", "output": "2"}], "a test must be a text"),
+        (17, "not a list of tests"),
+        (None, "not a list of tests"),
+        ([], "not a list of tests"),
+    ],
+)
+def test_rows_whose_tests_cannot_be_run_are_found_before_the_run(answer, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        code.check_answer(Row.from_text("Write add.", answer=answer))  # type: ignore[attr-defined]
+    code.check_answer(Row.from_text("Write add.", answer=["assert add(1, 2) == 3"]))  # type: ignore[attr-defined]

@@ -54,6 +54,12 @@ def test_a_breach_is_raised() -> None:
         decode_outcome(encode_outcome(0, RewardContractError("reward 'a' returned nonsense")), {0})
 
 
+def test_a_breach_counts_also_where_its_rollout_has_been_told() -> None:
+    """The first rollout of a call stands for all of them in a breach."""
+    with pytest.raises(RewardContractError, match="nonsense"):
+        decode_outcome(encode_outcome(0, RewardContractError("reward 'a' returned nonsense")), {1, 2})
+
+
 def test_a_reason_without_end_is_cut() -> None:
     assert len(encode_outcome(0, Failed("\U0001f600" * 10**6))) < 65536
 

@@ -114,7 +114,7 @@ def decode_outcome(line: bytes, expected: Container[int]) -> tuple[int, Outcome]
             return index, Failed(reason)
         case [int(index), "value", (None | int() | float()) as value] if index in expected:
             return index, value
-        case [int(index), "breach", str(message)] if index in expected:
+        case [int(), "breach", str(message)]:  # whichever rollout it was, the run stops
             raise RewardContractError(message)
     raise ValueError("not an outcome")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.records import Prompt
+from podium.records import Prompt, Row
 from podium.reward._sandbox import Sandbox, refuse_sandbox
 
 FENCE = "```"
@@ -44,7 +44,7 @@ def solution_of(prompt: Prompt) -> str | None:
     return solution if FENCE in solution else f"{FENCE}python\n{solution}\n{FENCE}"
 
 
-def tests_of(prompt: Prompt) -> list[Any]:
+def tests_of(prompt: Prompt | Row) -> list[Any]:
     """The row's answer: a list, or a text that holds one as JSON."""
     tests = prompt.answer
     if isinstance(tests, str):

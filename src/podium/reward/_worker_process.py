@@ -25,6 +25,7 @@ from podium.reward._calls import call_reward
 from podium.reward._classes import Normalised, bound_reward
 from podium.reward._contract import Style, style_of
 from podium.reward._death import adopt_orphans, die_with_parent, outlive_parent
+from podium.reward._inside._limits import hide_from_others
 from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
 
 MAX_FILE_BYTES = 1 << 30
@@ -105,6 +106,7 @@ class Template:
                 die_with_parent(template)
                 os.setsid()
                 self._limit()
+                hide_from_others()  # a program in the weak sandbox runs beside this process
                 Worker(descriptor, self._rewards).serve()
             finally:
                 os._exit(1)

@@ -5,8 +5,8 @@ not passed, such as `assert add(1, 2) == 3`. The program never sees them, and ev
 process, so it can neither read what is expected nor pretend to have passed.
 """
 
-from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer, refuses
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range, gold_answer, refuses
 from podium.reward._program import (
     Memory,
     TestTimeout,
@@ -21,6 +21,18 @@ from podium.reward._program import (
 from podium.reward._sandbox import Limits, Sandbox, judge_asserts
 
 
+def check(row: Row) -> None:
+    """The row has tests, and each is Python."""
+    for test in tests_of(row):
+        if not isinstance(test, str):
+            raise ValueError(f"a test must be a text such as 'assert add(1, 2) == 3', not {test!r:.60}")
+        try:
+            compile(test, "<test>", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the test {test!r:.60} is no Python: {error}") from None
+
+
+@checks_answer(check)
 @refuses(refuse_program)
 @gold_answer(solution_of)
 @declare_range(0.0, 1.0)

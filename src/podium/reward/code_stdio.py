@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer, refuses
+from podium.records import Prompt, Rollout, Row
+from podium.reward._contract import checks_answer, declare_range, gold_answer, refuses
 from podium.reward._program import (
     Memory,
     TestTimeout,
@@ -25,6 +25,14 @@ from podium.reward._program import (
 from podium.reward._sandbox import Limits, Sandbox, run_with_inputs
 
 
+def check(row: Row) -> None:
+    """The row has cases, each with an input and an output."""
+    for case in tests_of(row):
+        if not (isinstance(case, Mapping) and {"input", "output"} <= case.keys()):
+            raise ValueError(f'a test must have an "input" and an "output", unlike {case!r:.60}')
+
+
+@checks_answer(check)
 @refuses(refuse_program)
 @gold_answer(solution_of)
 @declare_range(0.0, 1.0)

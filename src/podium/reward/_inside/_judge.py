@@ -49,14 +49,18 @@ class Link:
     def ask(self, kind: str, *given: Any) -> Any:
         self.is_used = True
         self._send([kind, *given])
-        value, *changed = self.read()
+        value, *changed = self.read(kind)
         if changed and isinstance(changed[0], list):
             for before, after in zip(given[1], changed[0]):  # noqa: B905
                 _change(before, after)
         return value
 
-    def read(self) -> list[Any]:
-        """What the next reply holds, with the program's errors raised here."""
+    def read(self, question: str = "") -> list[Any]:
+        """What the next reply holds, with the program's errors raised here.
+
+        Only the question for a next item may be answered by the end: raised anywhere else, it would end a loop of the
+        test's own, such as `all(map(f, cases))`, before anything is compared.
+        """
         while True:
             try:
                 message = receive(self._answers, wait=lambda: self._wait(self._answers, select.POLLIN))
@@ -66,7 +70,7 @@ class Link:
             if kind == "raised":
                 _raise(*content)
             if kind == "end":
-                raise StopIteration
+                raise StopIteration if question == "next" else ProgramError("StopIteration")
             if kind != "call back":
                 return content or [None]
             self._call_back(*content)
@@ -210,6 +214,7 @@ def _change(before: Any, after: Any) -> None:
 
 def _raise(name: Any, text: Any) -> NoReturn:
     kind = getattr(builtins, str(name), None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
+    ends_loops = (StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_loops):
         raise kind(str(text))
     raise ProgramError(f"{name}: {text}")

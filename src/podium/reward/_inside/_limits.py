@@ -21,8 +21,20 @@ CLONE3 = 435
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 OWN_PROCESS_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
+ON_ITSELF_ONLY = {
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+"""Calls whose first argument is a process: 0 is the caller."""
 REFUSED = {
     # other programs and processes
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -125,6 +137,7 @@ def call_filter(machine: str, own_pid: int) -> bytes | None:
             steps += [_step(EQUAL, numbers[column], 0, 1), _step(RETURN, REFUSE)]
     steps += [_step(EQUAL, CLONE3, 0, 1), _step(RETURN, NO_SUCH_CALL)]  # libc then takes clone, whose flags show
     allowed_if = [(numbers[column], _step(EQUAL, own_pid, 1, 0)) for numbers in OWN_PROCESS_ONLY.values()]
+    allowed_if += [(numbers[column], _step(EQUAL, 0, 1, 0)) for numbers in ON_ITSELF_ONLY.values()]
     for number, test in [*allowed_if, (CLONE[machine], _step(ANY_BIT, CLONE_THREAD, 1, 0))]:
         steps += [_step(EQUAL, number, 0, 4), _step(LOAD, FIRST_ARGUMENT), test]
         steps += [_step(RETURN, REFUSE), _step(RETURN, ALLOW)]
