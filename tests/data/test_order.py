@@ -298,3 +298,11 @@ def test_data_of_which_nothing_fits_is_refused_with_the_shortest_and_the_limit()
         make_data(["four", "fives"], limit=3)
     assert "none of the 2 prompts fits: the shortest has 4 tokens and 3 are allowed" in str(caught.value)
     assert "raise max_prompt_tokens or lower rollout.max_new_tokens" in str(caught.value)
+
+
+def test_rows_are_numbered_by_table() -> None:
+    rows = [Row.from_text("a", source="x"), Row.from_text("b"), Row.from_text("c", source="x")]
+    one = OrderedData(rows, [Source("x", 3, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
+    assert one.row_names == ["row 1 of x", "row 2 of the data", "row 3 of x"]
+    two = OrderedData(rows, [Source("x", 2, 9), Source("x", 1, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
+    assert two.row_names == ["row 1 of x (table 1)", "row 2 of the data (table 1)", "row 1 of x (table 2)"]

@@ -66,6 +66,16 @@ class OrderedData:
         return self._rows
 
     @property
+    def row_names(self) -> list[str]:
+        """What each row is called in messages: its number in its table, and which table where there are several."""
+        tables = [number for number, source in enumerate(self.sources, start=1) for _ in range(source.num_rows)]
+        numbers = [number for source in self.sources for number in range(1, source.num_rows + 1)]
+        names = [row.source or "the data" for row in self._rows]
+        if len(self.sources) > 1:
+            names = [f"{name} (table {table})" for name, table in zip(names, tables, strict=True)]
+        return [f"row {number} of {name}" for number, name in zip(numbers, names, strict=True)]
+
+    @property
     def rewards(self) -> list[tuple[str, ...]]:
         """The rewards that each row names."""
         return [tuple(row.reward) for row in self._rows]

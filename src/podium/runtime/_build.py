@@ -177,9 +177,8 @@ def _without_task(data: Sequence[OrderedData], names: Sequence[str], by_name: di
 
 def _first_row(data: Sequence[OrderedData], name: str) -> str:
     """The first row that names the reward, for people."""
-    rows = ((number, row) for source in data for number, row in enumerate(source.rows, start=1))
-    number, row = next((number, row) for number, row in rows if name in row.reward)
-    return f"row {number} of {row.source or 'the data'}"
+    rows = ((where, row) for source in data for where, row in zip(source.row_names, source.rows, strict=True))
+    return next(where for where, row in rows if name in row.reward)
 
 
 def check_retirement(settings: Settings, scoring: Scoring, data: OrderedData) -> None:
@@ -197,12 +196,12 @@ def check_answers(scoring: Scoring, data: Sequence[OrderedData]) -> None:
     """Lets each reward look at the answers of its rows; names every row that it cannot use."""
     complaints = []
     for source in data:
-        for number, row in enumerate(source.rows, start=1):
+        for where, row in zip(source.row_names, source.rows, strict=True):
             for reward in scoring.rewards_of(row.reward):
                 try:
                     getattr(reward.function, "check_answer", _any_answer)(row)
                 except (ValueError, TypeError) as error:
-                    complaints.append(f"  row {number} of {row.source or 'the data'}, reward {reward.name!r}: {error}")
+                    complaints.append(f"  {where}, reward {reward.name!r}: {error}")
     if complaints:
         more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
         listing = "\n".join(complaints[:SHOWN])
