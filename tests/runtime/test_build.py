@@ -76,3 +76,14 @@ def test_a_reward_without_a_highest_value_is_fine_where_nothing_is_retired(tmp_p
     tables = retiring(tmp_path, BOUNDLESS)
     del tables["filter"]
     assert train(Settings.from_dict(tables)).step == 1
+
+
+def test_a_program_cannot_be_promised_more_memory_than_its_process_has(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run")
+    row = {"prompt": "Write add.", "answer": ["assert add(1, 2) == 3"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tables["data"] = [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl")}]
+    tables["reward"] = [{"name": "code", "memory_mb": 8192, "sandbox": "weak"}]
+    with pytest.raises(InputError, match=r"memory_mb = 8192 has no effect, its process may take 4096"):
+        check(Settings.from_dict(tables))
+    assert "reward dry-run" in check(Settings.from_dict(tables | {"scoring": {"worker_memory_mb": 8192}}))

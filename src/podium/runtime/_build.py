@@ -243,9 +243,15 @@ def _named_reward(choice: Reward) -> NamedReward:
 def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:
     given = settings.scoring
     recipes = [{"name": each.name, "options": each.options} for each in by_name.values() if each.timeout_s is not None]
+    memory_mb = given.worker_memory_mb or DEFAULT_WORKER_MEMORY_MB
+    for recipe in recipes:
+        if (wanted := recipe["options"].get("memory_mb", 0)) > memory_mb and recipe["name"] in choices("reward"):
+            raise InputError(
+                f"reward {recipe['name']!r}: memory_mb = {wanted} has no effect, its process may take {memory_mb}; "
+                "raise scoring.worker_memory_mb"
+            )
     if recipes:
-        cores = len(os.sched_getaffinity(0))
-        return RewardWorkers(recipes, given.workers or cores, given.worker_memory_mb or DEFAULT_WORKER_MEMORY_MB)
+        return RewardWorkers(recipes, given.workers or len(os.sched_getaffinity(0)), memory_mb)
     for key in ("workers", "worker_memory_mb"):
         if getattr(given, key) is not None and all_rows:
             raise InputError(f"scoring.{key} has no effect: no reward of this run needs a worker process; remove it")
