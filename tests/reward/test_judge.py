@@ -120,6 +120,16 @@ def test_a_score_by_regular_expression(pattern: str, reply: str, expected: float
     assert group.rewards == (pytest.approx(expected) if expected is not None else None,)
 
 
+def test_a_pattern_that_takes_for_ever_abstains() -> None:
+    """Every further digit doubles its time."""
+    with serving(always("Score: " + "1" * 60)) as server:
+        started = time.monotonic()
+        group = judged(server.base_url, "x", score_pattern=r"Score: ((?:\d+)+)/10")
+    assert group.rewards == (None,)
+    assert "score_pattern took longer than 2 s" in next(iter(group.reward_failures))
+    assert time.monotonic() - started < 20
+
+
 def test_a_template_of_one_s_own_without_the_mark_asks_for_none_in_the_verdict() -> None:
     with serving(always('{"score": 3} then {"score": 4, "why": {"a": 1}}')) as server:
         assert judged(server.base_url, "x", template="Score {answer}").rewards == (0.4,)

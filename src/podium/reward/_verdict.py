@@ -5,10 +5,13 @@ So it stands between tags with a mark that it cannot know (a hash of itself), an
 that mark: quoting an answer that contains a verdict of its own does no harm.
 """
 
+import asyncio
 import hashlib
 import json
 import math
 import re
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,6 +21,17 @@ from podium.records import Prompt, Rollout
 PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 MAX_REPLY_CHARACTERS = 20_000
 """The end of a longer reply counts."""
+
+
+MAX_MATCH_S = 2.0
+MATCHER = """
+import json, re, sys
+pattern, text = json.load(sys.stdin)
+found = None
+for found in re.finditer(pattern, text):
+    pass
+json.dump(None if found is None else found[1], sys.stdout)
+"""
 
 
 class NoVerdictError(Exception):
@@ -66,14 +80,26 @@ def last_verdict(reply: str, key: str, mark: str | None) -> Any:
     raise NoVerdictError(f"no verdict in the reply that ends with {reply[-60:]!r}")
 
 
-def last_match(reply: str, pattern: str, mark: str) -> str:
-    """The first group of the last match; `{id}` in the pattern is the mark."""
-    found = None
-    for found in re.finditer(pattern.replace("{id}", mark), reply[-MAX_REPLY_CHARACTERS:]):  # noqa: B007
-        pass
-    if found is None or found[1] is None:
+async def last_match(reply: str, pattern: str, mark: str) -> str:
+    """The first group of the last match; `{id}` in the pattern is the mark.
+
+    Some patterns take for ever on some replies, so it is looked for in a process that can be killed.
+    """
+    given = json.dumps([pattern.replace("{id}", mark), reply[-MAX_REPLY_CHARACTERS:]]).encode()
+    command = (sys.executable, "-I", "-S", "-c", MATCHER)
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    try:
+        written, _ = await asyncio.wait_for(process.communicate(given), MAX_MATCH_S)
+    except TimeoutError:
+        raise NoVerdictError(f"score_pattern took longer than {MAX_MATCH_S:g} s on the reply") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    found = json.loads(written or b"null")
+    if found is None:
         raise NoVerdictError(f"no verdict in the reply that ends with {reply[-60:]!r}")
-    return found[1]
+    return found
 
 
 def number(given: Any, lowest: float, highest: float) -> float:

@@ -102,12 +102,12 @@ class Judge:
             "highest": f"{self._highest:g}",
         }
         reply = await self._endpoint.ask(filled(self._template, values))
-        score = number(self._found(reply, mark), self._lowest, self._highest)
+        score = number(await self._found(reply, mark), self._lowest, self._highest)
         return (score - self._lowest) / (self._highest - self._lowest)
 
-    def _found(self, reply: str, mark: str) -> Any:
+    async def _found(self, reply: str, mark: str) -> Any:
         if self._pattern is not None:
-            return last_match(reply, self._pattern, mark)
+            return await last_match(reply, self._pattern, mark)
         return last_verdict(reply, "score", mark if "{id}" in self._template else None)
 
 
