@@ -241,6 +241,20 @@ def test_the_pool_recovers_when_the_template_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "done").exists()
 
 
+def test_idle_workers_that_went_with_their_template_fail_nobody() -> None:
+    """Four of them wait when the template is killed; a group may only be tried twice."""
+    group = encode_group(group_of(["#### 3", "#### 4"], answer="3"))
+
+    async def use(workers: RewardWorkers) -> list[list[Outcome]]:
+        await asyncio.gather(*(workers.score("gsm8k", "each", 5.0, group) for _ in range(4)))
+        assert len(workers._idle) > 1
+        os.kill(workers._template._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        await asyncio.sleep(0.5)
+        return await asyncio.gather(*(workers.score("gsm8k", "each", 5.0, group) for _ in range(4)))
+
+    assert run(RewardWorkers([{"name": "gsm8k", "options": {}}], 4, 1024), use) == [[1.0, 0.0]] * 4
+
+
 def test_a_daemon_does_not_outlive_its_worker(tmp_path: Path) -> None:
     name, file = f"{HOSTILE}:leaves_a_daemon", tmp_path / "pid"
 

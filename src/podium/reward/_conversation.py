@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import socket
 from contextlib import suppress
@@ -50,6 +51,11 @@ class Worker:
             loop.remove_reader(self._socket)
             loop.remove_reader(self._life)
             conversation.timer.cancel()
+
+    @property
+    def is_alive(self) -> bool:
+        """A process's descriptor can be read once the process has ended."""
+        return self._life is not None and not select.select([self._life], [], [], 0)[0]
 
     def kill(self) -> None:
         """The whole group. The template keeps the number from being given away until the worker is buried."""

@@ -53,6 +53,8 @@ class RewardWorkers:
     async def _run(self, task: Task, frame: bytes, style: Style) -> tuple[dict[int, Outcome], Failed | None]:
         """The outcomes, and why there are no more."""
         async with self._slots:
+            while self._idle and not self._idle[-1].is_alive:  # it may have gone with its template
+                self._idle.pop().close()
             worker = self._idle.pop() if self._idle else await self._started()
             done: dict[int, Outcome] = {}
             fate: Fate | None = None
