@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.model.row import num_row_tokens
+from podium.model.row import row_of
 from podium.pack import best_fit, even_bins, pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 
@@ -33,7 +33,6 @@ def test_packing_by_hand() -> None:
     assert batch.rollout_logprobs.tolist() == [0, 0, -0.5, 0, 0, -0.5, -0.5]
     assert (batch.num_loss_tokens, batch.num_rollouts, batch.temperature) == (3, 2, 0.7)
     assert batch.answer_starts == (2, 2)
-    assert batch.max_document_tokens == 4
 
 
 def test_totals_are_of_the_whole_step_in_every_batch() -> None:
@@ -210,7 +209,7 @@ def test_answers_of_one_prompt_stay_together_and_their_prompt_counts_once() -> N
     groups = [a_group(n, (7, 8, 9, 6), [(1, 2, 3)] * 4, [1.0, -1.0, 0.5, -0.5]) for n in range(2)]
     batches = pack(groups, max_tokens_per_batch=13, temperature=1.0, shared_prefix=True)
     assert sorted(batch.ordinals for batch in batches) == [(0,), (0, 0, 0), (1,), (1, 1, 1)]
-    assert all(num_row_tokens(batch, True) <= 13 for batch in batches)
+    assert all(len(row_of(batch, shared_prefix=True).token_ids) <= 13 for batch in batches)
     assert sum(batch.num_documents for batch in batches) == 8
     roomy = pack(groups, max_tokens_per_batch=32, temperature=1.0, shared_prefix=True)
     assert [batch.ordinals for batch in roomy] == [(0,) * 4 + (1,) * 4]  # 2 · (4 + 4·3) = 32

@@ -59,12 +59,11 @@ def check(settings: Settings) -> str:
 
 async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
-    engine = make_engine(settings, policy, snapshot=settings.run.sync_every != 1)
-    await engine.load_weights(policy.named_weights(), 0)
-    rollout = make_rollout(
-        settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, "check"
-    )
-    groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
+    rollouts = settings.run.rollouts_per_prompt
+    with closing(make_engine(settings, policy, snapshot=settings.run.sync_every != 1)) as engine:
+        await engine.load_weights(policy.named_weights(), 0)
+        rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
+        groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
     return build_advantages(settings)(groups)
 
 

@@ -22,13 +22,8 @@ def filter_groups(
         kept = [group for group in kept if accept(group)]
     if truncated == "mask":
         masked = [replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts))) for group in kept]
-        kept = [group for group in masked if _has_something_to_train(group)]
+        kept = [group for group in masked if group.trainable]
     return kept
-
-
-def _has_something_to_train(group: Group) -> bool:
-    pairs = zip(group.rollouts, group.rewards, strict=True)
-    return any(reward is not None and any(rollout.loss_mask) for rollout, reward in pairs)
 
 
 def _masked_if_cut(rollout: Rollout) -> Rollout:

@@ -47,10 +47,9 @@ def pack(
     batches: list[Batch] = []
     for number in range(minibatches):
         documents = [
-            Document(group.prompt, rollout, advantage)
+            Document(group.prompt, group.rollouts[k], group.advantages[k])
             for group in groups[number::minibatches]
-            for rollout, reward, advantage in zip(group.rollouts, group.rewards, group.advantages, strict=True)
-            if reward is not None and any(rollout.loss_mask)
+            for k in group.trainable
         ]
         num_loss_tokens = sum(sum(document.rollout.loss_mask) for document in documents)
         units = families(documents, max_tokens_per_batch) if shared_prefix else [[document] for document in documents]

@@ -191,6 +191,12 @@ class Group:
     """Seconds until its rewards were known, waiting for a free worker included."""
 
     @property
+    def trainable(self) -> list[int]:
+        """Places of the rollouts that can be trained: scored, and with a token in the loss."""
+        pairs = enumerate(zip(self.rollouts, self.rewards, strict=True))
+        return [k for k, (rollout, reward) in pairs if reward is not None and any(rollout.loss_mask)]
+
+    @property
     def has_signal(self) -> bool:
         """Whether its rewards differ: compared exactly, since equal rewards can have a tiny float deviation."""
         scored = [reward for reward in self.rewards if reward is not None]
@@ -260,10 +266,6 @@ class Batch:
     @property
     def num_documents(self) -> int:
         return len(self.digests)
-
-    @property
-    def max_document_tokens(self) -> int:
-        return int((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).max())
 
     def documents(self, first: int, last: int) -> Batch:
         """Documents first … last − 1 as a batch of their own; the step's totals stay."""

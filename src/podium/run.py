@@ -96,7 +96,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         await engine.load_weights(policy.named_weights(), 0)
         return await held_out_groups(rollout, scoring, held_out.in_order())
 
-    with closing(scoring):
+    with closing(engine), closing(scoring):
         return eval_metrics(asyncio.run(groups()))
 
 
@@ -130,6 +130,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         raise
     finally:
         wired.stages.reward.close()
+        wired.engine.close()
         folder.unlock()
 
 

@@ -64,6 +64,10 @@ class Engine(Protocol):
         """Takes the trainer's weights; answers given from now on carry `version`."""
         ...
 
+    def close(self) -> None:
+        """Ends what it started; called when the run ends, however it does."""
+        ...
+
 
 class RolloutStage(Protocol):
     """Stage 2. Prompts in, groups of rollouts out."""

@@ -1,8 +1,11 @@
 """The real library on files of this machine; the hub itself is not needed."""
 
+import json
+import math
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +172,13 @@ def test_the_package_is_not_loaded_by_naming_the_source() -> None:
     code = "import sys, podium.lookup; podium.lookup.find('data', 'hub'); print('datasets' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_cells_that_are_no_plain_data_become_texts(tmp_path: Path) -> None:
+    when = datetime(2026, 1, 2, 3, 4, 5)
+    rows = [{"prompt": "a", "answer": 1.5, "when": when, "days": [when.date()], "raw": b"\x01", "odd": math.nan}]
+    table(rows).to_parquet(tmp_path / "a.parquet")
+    [row] = hub(path=f"{tmp_path}/a.parquet")
+    assert row.answer == 1.5
+    assert row.metadata == {"when": "2026-01-02 03:04:05", "days": ["2026-01-02"], "raw": "01", "odd": "nan"}
+    assert json.loads(json.dumps(row.metadata)) == row.metadata

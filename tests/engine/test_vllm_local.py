@@ -72,3 +72,18 @@ def test_a_context_too_small_for_the_answers_is_refused(tmp_path: Path) -> None:
     done = podium("train", str(settings_file(tmp_path)), "--engine.max_context_tokens=20")
     assert done.returncode == 2
     assert "leaves no room for a prompt in a context of 20" in done.stderr
+
+
+def test_nothing_is_left_behind_when_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    done = podium("train", str(settings_file(tmp_path, steps=1)))
+    assert done.returncode == 0, done.stderr
+    assert not list(scratch.glob("podium-vllm-*"))
+
+
+def test_a_share_of_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    done = podium("train", str(settings_file(tmp_path)), "--engine.memory_share=0.5")
+    assert done.returncode == 2
+    assert "engine.memory_share has no effect on a CPU" in done.stderr

@@ -104,7 +104,6 @@ def test_a_step_needs_about_the_memory_that_was_planned(tmp_path) -> None:
     plan = memory_plan(settings, policy, 20)
     groups = [group for _ in range(40) for group in groups_of(50, policy.vocabulary)]
     trainer = Single(policy, Objective(grpo), lr=1e-6, precision="bfloat16", compile=False)
-    [*_] = pack(groups, max_tokens_per_batch=1 << 20, temperature=1.0)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     batches = pack(groups, max_tokens_per_batch=1 << 20, temperature=1.0)

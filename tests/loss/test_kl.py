@@ -90,3 +90,18 @@ def test_folding_leaves_the_loss_without_a_kl_term() -> None:
     assert objective(torch.tensor([0.0, *POLICY]), batch).kl_loss.item() == 0
     assert objective.prepare([batch], alone)[0].advantages.abs().sum() > 0
     assert Objective(grpo, kl_beta=0.1).prepare([batch], alone) == [batch]
+
+
+def test_the_mean_drift_is_over_the_tokens_of_all_minibatches() -> None:
+    """Two updates of 2 and 1 loss tokens: the mean is over 3 and not over the first update's 2."""
+    drift = {"rollout_logprobs": torch.tensor([0.0, -1.0, -2.0]), "reference_logprobs": torch.tensor([0.0, -1.5, -1.0])}
+    first = replace(a_batch([2], [1.0]), **drift)
+    second = replace(
+        a_batch([1], [-1.0]),
+        rollout_logprobs=torch.tensor([0.0, -1.0]),
+        reference_logprobs=torch.tensor([0.0, -3.0]),
+        minibatch=1,
+    )
+    folded = fold_into_advantages([first, second], 0.1, alone)
+    # d = 0.5, −1 | 2, mean 0.5
+    assert torch.cat([part.advantages for part in folded]).tolist() == pytest.approx([0, 1.0, 1.15, 0, -1.15], abs=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.loss._traits import traits_of
 from podium.loss.cispo import cispo
@@ -162,3 +163,41 @@ def test_a_huge_ratio_stays_finite() -> None:
     made, gradient = output(importance_sampling, [math.exp(50), 1, 1], advantages=(-1.0, 0.0))
     assert made.loss.item() == pytest.approx((math.exp(20) + 1) / 3, rel=1e-6)
     assert all(math.isfinite(value) for value in gradient)
+
+
+def test_dros_penalty_is_not_corrected() -> None:
+    """Old and sampler differ by ln 4 on every token, so the policy term is doubled (cap 2) and the penalty is not."""
+    rollout = [value - LN(4) for value in OLD]
+    plain, _ = output(dro, [1.0, 1.0, 1.0], rollout=rollout)
+    corrected, _ = output(dro, [1.0, 1.0, 1.0], rollout=rollout, correction=Correction(sequence_band=None))
+    # policy terms −lp·A: −(−1)·2 = 2, −(−0.5)·2 = 1, −(−2)·(−1) = −2, sum 1; penalty 0.025·(ln 4)² a token
+    penalty = 0.025 * LN(4) ** 2
+    assert plain.loss.item() == pytest.approx(1 / 3 + penalty, abs=1e-6)
+    assert corrected.loss.item() == pytest.approx(2 / 3 + penalty, abs=1e-6)
+
+
+def test_gspos_ratio_is_bounded() -> None:
+    """A mean log-ratio of 12 is cut at 10: e^10 and not e^12."""
+    made, _ = output(gspo, [math.e**12] * 3, advantages=(-1.0, -1.0), options={"clip_low": 0.5, "clip_high": 1e9})
+    assert made.ratio[1].item() == pytest.approx(math.e**10, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "low", "high"),
+    [
+        (cispo, {}, [False, False, True], [True, False, False]),  # bounds 0.8 and 1.28; cispo bounds whatever A is
+        (dapo, {}, [False, False, True], [True, False, False]),  # a1: A > 0 above 1.28; b1: A < 0 below 0.8
+        (dapo, {"dual_clip": 1.5}, [False, False, True], [True, False, False]),
+    ],
+)
+def test_which_bound_binds(loss, options, low, high) -> None:
+    made, _ = output(loss, [1.5, 1.0, 0.5], options=options)
+    assert made.clipped_low[[1, 2, 4]].tolist() == low
+    assert made.clipped_high[[1, 2, 4]].tolist() == high
+
+
+def test_a_dual_clip_counts_as_the_upper_bound() -> None:
+    """A < 0 and a ratio of 3 above the bound of 2: its gradient is gone."""
+    made, gradient = output(dapo, [1.0, 1.0, 3.0], options={"dual_clip": 2.0})
+    assert made.clipped_high[[1, 2, 4]].tolist() == [False, False, True]
+    assert gradient[2] == 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium.model.forward import place
-from podium.model.row import num_row_tokens, row_of
+from podium.model.row import row_of
 from podium.pack import Document
 from podium.records import Prompt, Rollout
 from tests.model.test_attention import SHAPES, a_batch, a_model, logprobs_of
@@ -68,8 +68,8 @@ def test_the_row_holds_a_prompt_once() -> None:
     """Prompts of 4 and 2 tokens, answers of 3 + 1 and 5: 4 + 3 + 1 + 2 + 5 tokens instead of 4 + 3 + 4 + 1 + 2 + 5."""
     batch = a_batch(documents_of([(4, [3, 1]), (2, [5])]))
     row = row_of(batch, shared_prefix=True)
-    assert len(row.token_ids) == num_row_tokens(batch, True) == 15
-    assert num_row_tokens(batch, False) == len(batch.token_ids) == 19
+    assert len(row.token_ids) == 15
+    assert len(row_of(batch).token_ids) == len(batch.token_ids) == 19
     assert row.segments.query_starts.tolist() == [0, 4, 7, 8, 10, 15]
     assert row.segments.key_starts.tolist() == [0, 4, 11, 16, 18, 25]
     assert row.states.tolist() == [3, 4, 5, 3, 9, 10, 11, 12, 13]  # both first answers read the prompt's last state
@@ -89,9 +89,8 @@ def test_what_an_answer_says_does_not_reach_its_siblings() -> None:
 def test_a_half_of_a_batch_still_shares_what_is_left() -> None:
     batch = a_batch(documents_of([(4, [3, 1, 2]), (2, [5])]))
     half = batch.documents(1, 3)
-    assert num_row_tokens(half, True) == 4 + 1 + 2
     placed = place(half, torch.device("cpu"), shared_prefix=True)
-    assert len(placed.row.token_ids) == 7
+    assert len(placed.row.token_ids) == 4 + 1 + 2
 
 
 @pytest.mark.parametrize("shared_prefix", [False, True])

@@ -310,3 +310,14 @@ def test_the_filter_knows_the_machines_that_it_names() -> None:
         assert instructions is not None
         assert len(instructions) % 8 == 0
     assert call_filter("vax", 1) is None
+
+
+def test_a_restart_without_time_left_leaves_the_other_tests_failed() -> None:
+    """The first test is stuck for its whole second; what is left then is less than a sandbox takes to start."""
+    program = "def f(x):\n    while x: pass\n    return 0"
+    limits = Limits(test_timeout_s=1.0, total_s=1.035, memory_mb=256)
+    for _ in range(3):
+        assert judge_asserts(program, ["assert f(0) == 0", "assert f(1) == 0", "assert f(0) == 0"], limits, "weak") in (
+            [True, False, False],
+            [False, False, False],
+        )

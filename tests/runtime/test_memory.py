@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from podium.cli import main
+from podium.model.fused import SAVED_SHARE
 from podium.model.load import Policy, load_policy
 from podium.model.memory import saved_bytes_per_token
 from podium.runtime import _memory
@@ -99,3 +100,28 @@ def test_check_says_that_it_does_not_fit(tmp_path: Path, monkeypatch, capsys) ->
 def test_half_precision_keeps_less(tmp_path: Path) -> None:
     policy = policy_of(settings_of(tmp_path, model={"lora": False}))
     assert saved_bytes_per_token(policy, torch.bfloat16) < saved_bytes_per_token(policy, None)
+
+
+def test_references_snapshots_and_slots_are_counted(tmp_path: Path) -> None:
+    plain = settings_of(tmp_path, model={"lora": False})
+    policy = policy_of(plain)
+    base = memory_plan(plain, policy, longest_prompt=20)
+    assert (base.reference, base.engine_copy) == (0, 0)
+    kept = settings_of(tmp_path, model={"lora": False, "reference": "initial"}, loss={"kl_beta": 0.1})
+    assert memory_plan(kept, policy, longest_prompt=20).reference == base.trained
+    late = settings_of(tmp_path, model={"lora": False}, run={"sync_every": 2})
+    assert memory_plan(late, policy, longest_prompt=20).engine_copy == base.trained
+    few = settings_of(tmp_path, model={"lora": False}, engine={"concurrency": 4})
+    assert memory_plan(few, policy, longest_prompt=20).cache == base.cache // 4  # of 16 rollouts
+
+
+def test_compiled_layers_are_planned_with_their_share(tmp_path: Path) -> None:
+    plain, fused = (settings_of(tmp_path, trainer={"compile": on}) for on in (False, True))
+    policy = policy_of(plain)
+    whole = memory_plan(plain, policy, longest_prompt=20).per_token
+    assert memory_plan(fused, policy, longest_prompt=20).per_token == SAVED_SHARE * whole
+
+
+def test_half_precision_adapters_need_no_copy(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, model={"dtype": "bfloat16"})
+    assert memory_plan(settings, policy_of(settings), longest_prompt=20).engine_copy == 0

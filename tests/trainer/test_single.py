@@ -493,3 +493,27 @@ def test_layers_over_half_precision_weights_are_not_compiled() -> None:
     assert not is_compiled(policy.model, None)
     with pytest.raises(InputError, match=r"needs model\.dtype = 'float32'"):
         is_compiled(policy.model, True)
+
+
+def test_the_steps_statistics_by_hand() -> None:
+    """Logprobs that differ from the sampler's by ln 1.05, ln 1.2 and ln 0.8, and from the reference's by 0.5."""
+    gaps = [math.log(1.05), math.log(1.2), math.log(0.8)]
+    trainer = a_trainer(loss=Objective(grpo, correction=Correction(sequence_band=None, band=1.22), kl_beta=0.1))
+    [batch] = batches(trainer, [[0]])
+    mask = torch.zeros_like(batch.loss_mask)
+    places = batch.loss_mask.nonzero()[:3, 0]
+    mask[places] = 1
+    placed = trainer._place(replace(batch, loss_mask=mask, num_loss_tokens=3))
+    logprobs = torch.zeros_like(mask).index_copy(0, places, torch.tensor(gaps) - 1.0).requires_grad_()
+    rollout = torch.zeros_like(mask).index_copy(0, places, torch.full((3,), -1.0))
+    placed = placed.with_fields(rollout_logprobs=rollout, reference_logprobs=(logprobs.detach() - 0.5) * mask)
+    entropy = 2.0 * mask
+    metrics, _ = gradients_of_update(
+        lambda _: (logprobs, entropy), trainer._place, trainer._model, [placed], trainer._loss, 0
+    )
+    assert metrics["policy/entropy"] == pytest.approx(2.0)
+    assert metrics["mismatch/outside_share"] == pytest.approx(2 / 3)  # 1.2 is above 1.1 and 0.8 below 0.9
+    assert metrics["mismatch/masked_share"] == pytest.approx(1 / 3)  # 0.8 is below 1/1.22 = 0.82
+    assert metrics["mismatch/abs_mean"] == pytest.approx(sum(map(abs, gaps)) / 3, abs=1e-6)
+    assert (metrics["kl/k1"], metrics["kl/k2"]) == (pytest.approx(0.5, abs=1e-6), pytest.approx(0.125, abs=1e-6))
+    assert metrics["kl/k3"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, abs=1e-6)

@@ -36,9 +36,8 @@ class OrderedData:
         if not rows:
             raise InputError("data: the sources hold no rows; give a file or a split that has some")
         self._rows, self._plan, self._seed = rows, plan, seed
-        numbers = [number for source in sources for number in range(1, source.num_rows + 1)]
-        self._ids = [_rendered(tokenizer, *numbered, system) for numbered in zip(numbers, rows, strict=True)]
         self.sources, self.num_rows = sources, len(rows)
+        self._ids = [_rendered(tokenizer, *named, system) for named in zip(self.row_names, rows, strict=True)]
         limits = [source.max_prompt_tokens for source in sources for _ in range(source.num_rows)]
         self.is_kept = [0 < len(ids) <= limit for ids, limit in zip(self._ids, limits, strict=True)]
         if not any(self.is_kept):
@@ -175,8 +174,8 @@ class OrderedData:
         return order
 
 
-def _rendered(tokenizer: Any, number: int, row: Row, system: str | None) -> tuple[int, ...]:
+def _rendered(tokenizer: Any, name: str, row: Row, system: str | None) -> tuple[int, ...]:
     try:
         return render(tokenizer, row.messages, system)
     except InputError as error:
-        raise InputError(f"row {number} of {row.source or 'the data'}: {error}") from None
+        raise InputError(f"{name}: {error}") from None

@@ -5,6 +5,7 @@ Columns of pictures, sound and the like are left out. Local files are read witho
 from the hub stays in the library's own.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -45,7 +46,20 @@ def hub(
 
 def _without_empty(row: dict[str, Any]) -> dict[str, Any]:
     """A table has every column in every row; those that a row does not have are None."""
-    return {name: value for name, value in row.items() if value is not None}
+    return {name: _plain(value) for name, value in row.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Dates and bytes as texts: rewards get plain data, and a column that nobody asked for must not stop a run."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 @contextmanager

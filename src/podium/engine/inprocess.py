@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from transformers import DynamicCache
 
+from podium.engine._draft import Draft
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
@@ -22,7 +23,7 @@ from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.load import Policy
 from podium.model.logprobs import logits_of
 from podium.model.self_check import TOLERANCE
-from podium.records import Answer, FinishReason, Request, Sampling
+from podium.records import Answer, Request, Sampling
 
 LEAVE_SHARE = 0.25
 """Finished slots leave once they are this share of the batch: leaving copies the cache."""
@@ -85,6 +86,9 @@ class Inprocess:
         await on_device_thread(self._load_weights, weights)
         self.policy_version = version
 
+    def close(self) -> None:
+        """Nothing is held that does not go with the object."""
+
     @torch.no_grad()
     def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Full weights are copied unless they are the same memory; an adapter is laid over the base."""
@@ -112,7 +116,7 @@ class Inprocess:
     @torch.inference_mode()
     def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[Answer]:
         requests = list(waiting)
-        drafts = [_Draft(request) for request in requests]
+        drafts = [Draft(request) for request in requests]
         stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=self._device)
         answered = 0
         slots: Slots | None = None
@@ -189,27 +193,8 @@ class Inprocess:
         return logits_of(hidden, head_weight(self._model), softcap(self._model))
 
 
-class _Draft:
-    """The answer to one request while its rollouts end one by one."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._rollouts: dict[int, tuple[tuple[int, ...], tuple[float, ...], FinishReason]] = {}
-
-    def add(self, sample: int, ids: list[int], logprobs: list[float], finish_reason: FinishReason) -> None:
-        self._rollouts[sample] = (tuple(ids), tuple(logprobs), finish_reason)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self._rollouts) == len(self._request.seeds)
-
-    def answer(self, version: int) -> Answer:
-        ids, logprobs, reasons = zip(*(self._rollouts[k] for k in range(len(self._rollouts))), strict=True)
-        return Answer(self._request.key, ids, logprobs, reasons, version)
-
-
 def _leave(
-    slots: Slots, ids: torch.Tensor, drafts: list[_Draft], stop_ids: torch.Tensor
+    slots: Slots, ids: torch.Tensor, drafts: list[Draft], stop_ids: torch.Tensor
 ) -> tuple[Slots | None, torch.Tensor]:
     """Takes the finished slots out once they are a good share of the batch, and writes them to their drafts."""
     num_finished = int(slots.finished.sum())

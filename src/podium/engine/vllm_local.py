@@ -6,7 +6,6 @@ vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution 
 salted with the policy version, so that no answer is written from another version's keys.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ import torch
 from pydantic import Field
 from safetensors.torch import save_file
 
+from podium.engine._draft import Draft
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
 from podium.model.load import Policy
@@ -34,6 +34,7 @@ ENVIRONMENT = {
 }
 
 
+MEMORY_SHARE = 0.4
 ON_CPU = {"enable_chunked_prefill": False}
 """vLLM takes a draw back when a prompt is cut in parts, which torch's CPU generators cannot do."""
 
@@ -46,7 +47,9 @@ class VllmLocal:
         policy: Policy,
         snapshot: bool = False,
         *,
-        memory_share: Annotated[float, Field(gt=0, lt=1, description="of the GPU's memory, weights and cache")] = 0.4,
+        memory_share: Annotated[
+            float | None, Field(gt=0, lt=1, description="of the GPU's memory, for weights and cache; by default 0.4")
+        ] = None,
         max_context_tokens: Annotated[int | None, Field(ge=2, description="by default the model's")] = None,
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 256,
         dtype: Annotated[
@@ -55,6 +58,8 @@ class VllmLocal:
         eager: Annotated[bool, Field(description="no compilation and no CUDA graphs: slower, starts at once")] = False,
     ) -> None:
         self.policy_version: int | None = None
+        if memory_share is not None and policy.device.type == "cpu":
+            raise InputError("engine.memory_share has no effect on a CPU; set VLLM_CPU_KVCACHE_SPACE (in GiB) instead")
         self.dtype = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
         self._policy = policy
         self._folder = Path(tempfile.mkdtemp(prefix="podium-vllm-"))
@@ -66,7 +71,7 @@ class VllmLocal:
                 "max_model_len": min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens),
                 "max_num_seqs": concurrency,
                 "enforce_eager": eager,
-                **({"gpu_memory_utilization": memory_share} if policy.device.type == "cuda" else ON_CPU),
+                **(ON_CPU if policy.device.type == "cpu" else {"gpu_memory_utilization": memory_share or MEMORY_SHARE}),
             },
         )
         known = self._engine.model_config.get_vocab_size()
@@ -77,7 +82,7 @@ class VllmLocal:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         version = self.policy_version or 0
-        drafts = {request.key: _Draft(request) for request in requests}
+        drafts = {request.key: Draft(request) for request in requests}
         pending = {f"{request.key}/{k}" for request in requests for k in range(len(request.seeds))}
         try:
             await on_device_thread(self._enqueue, requests, sampling, version)
@@ -87,7 +92,7 @@ class VllmLocal:
                         continue
                     pending.discard(output.request_id)
                     key, sample = map(int, output.request_id.split("/"))
-                    drafts[key].add(sample, output.outputs[0])
+                    drafts[key].add(sample, *rollout_of(output.outputs[0]))
                     if drafts[key].is_whole:
                         yield drafts.pop(key).answer(version)
         finally:
@@ -104,8 +109,7 @@ class VllmLocal:
     def close(self) -> None:
         """Gives the memory back."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        with contextlib.suppress(Exception):
-            self._engine.engine_core.shutdown()
+        self._engine.engine_core.shutdown()
 
     def _enqueue(self, requests: Sequence[Request], sampling: Sampling, version: int) -> None:
         for request in requests:
@@ -145,30 +149,14 @@ class VllmLocal:
             shutil.rmtree(previous.lora_path, ignore_errors=True)
 
 
-class _Draft:
-    """The answer to one request while its rollouts end one by one."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._rollouts: dict[int, tuple[tuple[int, ...], tuple[float, ...], FinishReason]] = {}
-
-    def add(self, sample: int, output: Any) -> None:
-        ids = tuple(output.token_ids)
-        if output.logprobs is None or len(output.logprobs) != len(ids):
-            raise EngineError(f"prompt {self._request.key}: vLLM returned {len(ids)} ids and other logprobs")
-        logprobs = tuple(float(each[i].logprob) for i, each in zip(ids, output.logprobs, strict=True))
-        reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
-        if output.finish_reason not in ("stop", "length"):
-            raise EngineError(f"prompt {self._request.key}: vLLM ended a rollout with {output.finish_reason!r}")
-        self._rollouts[sample] = (ids, logprobs, reason)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self._rollouts) == len(self._request.seeds)
-
-    def answer(self, version: int) -> Answer:
-        ids, logprobs, reasons = zip(*(self._rollouts[k] for k in range(len(self._rollouts))), strict=True)
-        return Answer(self._request.key, ids, logprobs, reasons, version)
+def rollout_of(output: Any) -> tuple[list[int], list[float], FinishReason]:
+    """Ids, their logprobs and why it ended; anything but one logprob an id and an end of ours is an error."""
+    ids = list(output.token_ids)
+    if output.logprobs is None or len(output.logprobs) != len(ids):
+        raise EngineError(f"vLLM returned {len(ids)} ids and {len(output.logprobs or ())} logprobs for a rollout")
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a rollout with {output.finish_reason!r}")
+    return ids, [float(each[i].logprob) for i, each in zip(ids, output.logprobs, strict=True)], output.finish_reason
 
 
 def aligned_logprobs(token_ids: Sequence[int], found: Any) -> list[float]:

@@ -5,12 +5,13 @@
 The ratio keeps its gradient; a token truncated at `max_ratio` has none.
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import ratio_of
+from podium.loss._ratio import ratio_of, unclipped
 from podium.records import Batch, PolicyLoss
 
 
@@ -22,7 +23,7 @@ def importance_sampling(
     max_ratio: Annotated[float | None, Field(gt=0, description="ratios are truncated here; by default nowhere")] = None,
 ) -> PolicyLoss:
     ratio = ratio_of(policy_logprobs, old_logprobs)
-    truncated = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
-    never = torch.zeros_like(ratio, dtype=torch.bool)
-    above = never if max_ratio is None else (ratio > max_ratio) & (batch.advantages != 0)
-    return PolicyLoss(-truncated * batch.advantages, ratio.detach(), never, above)
+    if max_ratio is None:
+        return unclipped(-ratio * batch.advantages, ratio)
+    truncated = unclipped(-ratio.clamp(max=max_ratio) * batch.advantages, ratio)
+    return replace(truncated, clipped_high=(ratio > max_ratio) & (batch.advantages != 0))

@@ -66,25 +66,33 @@ def sequence_logprobs(
     model: PreTrainedModel, *documents: list[int], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
     """Logprobs of each document's tokens but the first, at temperature 1, all packed into one row."""
-    lengths = [len(ids) for ids in documents]
-    masks = [[0.0] + [1.0] * (length - 1) for length in lengths]
-    batch = Batch(
-        token_ids=torch.tensor([i for ids in documents for i in ids]),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        document_ids=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32),
-        loss_mask=torch.tensor([m for mask in masks for m in mask]),
-        advantages=torch.zeros(sum(lengths)),
-        rollout_logprobs=torch.zeros(sum(lengths)),
-        temperature=1.0,
-        num_loss_tokens=sum(lengths) - len(lengths),
-        num_rollouts=len(lengths),
-        answer_starts=(1,) * len(lengths),
-        digests=("",) * len(lengths),
-    )
-    placed = place(batch, head_weight(model).device)
+    placed = place(batch_of(*documents), head_weight(model).device)
     logprobs = policy_logprobs(model, placed, compute_dtype)[0]
     return logprobs[placed.row.loss_places].tolist()
+
+
+def batch_of(*documents: list[int]) -> Batch:
+    """Token ids as documents whose first token is the prompt, to be looked at and not trained."""
+    lengths = torch.tensor([len(ids) for ids in documents])
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    total = int(starts[-1])
+    mask = torch.ones(total)
+    mask[starts[:-1]] = 0
+    owners = torch.arange(len(documents)).repeat_interleave(lengths)
+    return Batch(
+        token_ids=torch.tensor([i for ids in documents for i in ids]),
+        position_ids=torch.arange(total) - starts[owners],
+        document_ids=owners,
+        cu_seqlens=starts.int(),
+        loss_mask=mask,
+        advantages=torch.zeros(total),
+        rollout_logprobs=torch.zeros(total),
+        temperature=1.0,
+        num_loss_tokens=total - len(documents),
+        num_rollouts=len(documents),
+        answer_starts=(1,) * len(documents),
+        digests=("",) * len(documents),
+    )
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:

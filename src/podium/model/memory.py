@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
-from podium.model.forward import Placed, policy_logprobs
+from podium.model.forward import batch_of, place, policy_logprobs
 from podium.model.load import Policy
-from podium.model.row import row_of
-from podium.model.transfer import to_device
-from podium.records import Batch
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -46,29 +43,8 @@ def _saved_bytes(policy: Policy, length: int, compute_dtype: torch.dtype | None)
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = _a_batch(length)
-    placed = to_device(Placed(batch, row_of(batch)), policy.device)
+    placed = place(batch_of([1 + i % 7 for i in range(length)]), policy.device)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         logprobs = policy_logprobs(policy.model, placed, compute_dtype)[0]  # held, so that no storage is used twice
     del logprobs
     return sum(kept.values())
-
-
-def _a_batch(length: int) -> Batch:
-    """One document, all of it but the first token in the loss."""
-    ones = torch.ones(length)
-    ones[0] = 0
-    return Batch(
-        token_ids=torch.arange(length) % 7 + 1,
-        position_ids=torch.arange(length),
-        document_ids=torch.zeros(length, dtype=torch.long),
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        loss_mask=ones,
-        advantages=ones,
-        rollout_logprobs=torch.zeros(length),
-        temperature=1.0,
-        num_loss_tokens=length - 1,
-        num_rollouts=1,
-        answer_starts=(1,),
-        digests=("",),
-    )

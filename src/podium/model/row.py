@@ -106,14 +106,6 @@ def row_of(batch: Batch, *, shared_prefix: bool = False) -> Row:
     return Row(batch.token_ids[taken], batch.position_ids[taken], segments, places, row_of_token[places - 1])
 
 
-def num_row_tokens(batch: Batch, shared_prefix: bool) -> int:
-    """Tokens that go through the model."""
-    if not shared_prefix:
-        return len(batch.token_ids)
-    answers = len(batch.token_ids) - sum(batch.answer_starts)
-    return answers + sum(batch.answer_starts[first] for first, _ in _runs(batch))
-
-
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of adjacent documents with one prompt."""
     first = 0

@@ -81,11 +81,7 @@ def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
 
 def pack_metrics(kept: Sequence[Group], trained: Mapping[str, float], max_tokens_per_batch: int) -> dict[str, float]:
     """How well the step's rollouts fitted into batches; nothing where none was trained."""
-    rollouts = sum(
-        reward is not None and any(rollout.loss_mask)
-        for group in kept
-        for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
-    )
+    rollouts = sum(len(group.trainable) for group in kept)
     batches = trained.get("pack/batches", 0.0)
     if not rollouts or not batches:
         return {}

@@ -118,7 +118,8 @@ class Rubric:
         return weighed / sum(one.weight for one in criteria)
 
     def _criteria_of(self, prompt: Prompt) -> list[Criterion]:
-        given = prompt.metadata.get("rubric", prompt.answer if isinstance(prompt.answer, list) else self._criteria)
+        own = prompt.metadata.get("rubric")
+        given = own if own is not None else prompt.answer if isinstance(prompt.answer, list) else self._criteria
         if given is None:
             raise ValueError("the row brings no rubric, and the option 'criteria' is not set")
         try:

@@ -47,6 +47,7 @@ class Wired:
     """What a runtime gives back: a run that is ready to start."""
 
     stages: Stages
+    engine: Engine
     plan: Plan
     reports: Reports
     ledger: Ledger

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
 from podium.model.logprobs import MAX_CHUNK_ELEMENTS
@@ -102,7 +103,7 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
-        share = settings.engine.options.get("memory_share", 0.0)
+        share = settings.engine.options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if policy.peft is None:
         return 0 if settings.run.sync_every == 1 else trained

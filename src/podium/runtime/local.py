@@ -91,4 +91,4 @@ def local(
         ),
         stop_requested=stop_requested,
     )
-    return Wired(stages, plan, reports, ledger)
+    return Wired(stages, engine, plan, reports, ledger)
