@@ -19,7 +19,9 @@ class FakeEngine:
         for request in requests:
             self.requests.append(request)
             ids, logprobs = zip(*(self._reply(request, k) for k in range(len(request.seeds))), strict=True)
-            yield Answer(request.key, ids, logprobs, ("stop",) * len(ids), self.policy_version or 0)
+            yield Answer(
+                request.key, ids, logprobs, ("stop",) * len(ids), ((self.policy_version or 0,) * 2,) * len(ids)
+            )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)

@@ -6,6 +6,7 @@ the run's rewards, and adds up the memory. Writes nothing.
 
 import asyncio
 from contextlib import closing
+from uuid import uuid4
 
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
@@ -22,10 +23,9 @@ from podium.runtime._build import (
     check_retirement,
     check_rewards,
     check_trainer,
-    make_engine,
-    make_rollout,
     read_sources,
 )
+from podium.runtime._engine import hand_over, make_engine, make_rollout
 from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
 
@@ -61,7 +61,7 @@ async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scorin
     """A few prompts through the real engine and rewards."""
     rollouts = settings.run.rollouts_per_prompt
     with closing(make_engine(settings, policy, snapshot=settings.run.sync_every != 1)) as engine:
-        await engine.load_weights(policy.named_weights(), 0)
+        await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
     return build_advantages(settings)(groups)

@@ -140,7 +140,8 @@ class Answer:
     logprobs: tuple[tuple[float, ...], ...]
     """One a token, of the distribution really sampled from."""
     finish_reasons: tuple[FinishReason, ...]
-    policy_version: int
+    policy_versions: tuple[tuple[int, int], ...]
+    """One a rollout: of the weights that wrote its first token, and of those that wrote its last."""
     digests: tuple[str, ...] = field(init=False)
     """One a rollout: the fingerprint of its ids, taken here, where they are as sampled."""
 

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from podium.errors import InputError
 from podium.evaluation import eval_metrics, held_out_groups
@@ -22,10 +23,9 @@ from podium.runtime._build import (
     build_scoring,
     check_rewards,
     eval_options,
-    make_engine,
-    make_rollout,
     read_sources,
 )
+from podium.runtime._engine import hand_over, make_engine, make_rollout
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
@@ -93,7 +93,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
 
     async def groups() -> list[Group]:
-        await engine.load_weights(policy.named_weights(), 0)
+        await hand_over(settings, engine, policy, f"eval-{uuid4().hex[:12]}")
         return await held_out_groups(rollout, scoring, held_out.in_order())
 
     with closing(engine), closing(scoring):

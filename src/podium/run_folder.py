@@ -4,6 +4,7 @@ settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/ 
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -78,6 +79,12 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    @property
+    def run_id(self) -> str:
+        """Tells runs apart; the same before and after a resume."""
+        place = f"{socket.gethostname()}:{self.path.resolve()}"
+        return f"{self.path.name}-{hashlib.blake2b(place.encode(), digest_size=6).hexdigest()}"
 
     @property
     def state(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from podium.errors import InputError
-from podium.lookup import describe
+from podium.lookup import choices, describe, find
 from podium.records import Plan
 from podium.sections import (
     CheckpointSection,
@@ -50,7 +50,7 @@ class Settings(Section):
     pack: Pack = Pack()
     loss: LossSection = LossSection()
     trainer: Choice = Choice(name="single")
-    sync: Choice = Choice(name="shared")
+    sync: Choice = Choice(name="auto")
     checkpoint: CheckpointSection = CheckpointSection()
     eval: Eval = Eval()
     report: list[Choice] = Field(default_factory=lambda: [Choice(name="console"), Choice(name="page")])
@@ -111,7 +111,9 @@ class Settings(Section):
 
     def resolve(self) -> "Settings":
         """Checks every named thing's options against its signature and fills in the defaults."""
-        resolved = {section: getattr(self, section).resolved(section, section) for section in CHOICES}
+        given = {section: getattr(self, section) for section in CHOICES}
+        given["sync"] = self._with_channel()
+        resolved = {section: choice.resolved(section, section) for section, choice in given.items()}
         rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
         if rollout.get("temperature") == 0:
             raise InputError(
@@ -143,6 +145,22 @@ class Settings(Section):
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
         sections = {"filter": self.filter.completed(), "eval": self.eval.model_copy(update={"data": held_out})}
         return self.model_copy(update={**resolved, **lists, **sections})
+
+    def _with_channel(self) -> Choice:
+        """`[sync]` with the channel that `auto` stands for; one that cannot reach the engine is refused."""
+        reach = getattr(find("engine", self.engine.name), "channels", ("shared",))
+        of_lora = "disk" if self.model.lora else "adapter"
+        possible = [name for name in reach if name != of_lora]
+        if self.sync.name == "auto":
+            return self.sync.model_copy(update={"name": possible[0]})
+        if self.sync.name == of_lora:
+            raise InputError(f"sync.name = {of_lora!r} is not for {'LoRA' if self.model.lora else 'full weights'}")
+        if ":" not in self.sync.name and self.sync.name in choices("sync") and self.sync.name not in possible:
+            raise InputError(
+                f"sync.name = {self.sync.name!r} does not reach engine {self.engine.name!r}; "
+                f"valid: auto, {', '.join(possible)}"
+            )
+        return self.sync
 
     @property
     def plan(self) -> Plan:

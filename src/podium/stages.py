@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from podium.records import (
@@ -47,13 +48,18 @@ class Data(Protocol):
 
 
 class Engine(Protocol):
-    """What rollout asks: ids in, ids and logprobs out."""
+    """What rollout asks: ids in, ids and logprobs out.
+
+    Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
+    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`.
+    """
 
     policy_version: int | None
     """Of the weights that it holds; None before the first load."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        """An answer per request, each as soon as it is whole."""
+        """An answer per request, each as soon as it is whole. May be called while another call goes on; closing the
+        iterator cancels what it asked for."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -61,7 +67,11 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes the trainer's weights; answers given from now on carry `version`."""
+        """Takes the trainer's weights; tokens written from now on are of `version`."""
+        ...
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        """The same from a published folder (model/handoff.py), checked first: on an error it keeps what it has."""
         ...
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ def test_every_request_is_answered_once_and_legally(bench: Bench) -> None:
     assert sorted(answers) == list(range(9))
     for answer in answers.values():
         check_answer(answer, 3, SAMPLING, bench.policy.vocabulary)
-        assert answer.policy_version == bench.version
+        assert answer.policy_versions == ((bench.version, bench.version),) * 3
 
 
 def test_logprobs_agree_with_the_trainer(bench: Bench) -> None:
@@ -203,7 +203,8 @@ def test_new_weights_are_used_at_once_and_the_version_moves(bench: Bench) -> Non
         bench.nudge(seed)
         bench.load()
         answer = bench.generate([request], SAMPLING)[0]
-        assert answer.policy_version == bench.engine.policy_version == bench.version
+        assert answer.policy_versions == ((bench.version,) * 2,) * 3
+        assert bench.engine.policy_version == bench.version
         for rollout, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
             assert logprobs == pytest.approx(expected_logprobs(bench, request, rollout), abs=2e-3)
         after = bench.score(ids)

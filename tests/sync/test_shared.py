@@ -1,9 +1,12 @@
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from podium.errors import ParityError
+from podium.sync._delivery import Delivery
 from podium.sync.shared import Shared
 from tests.fakes import FakeEngine
 
@@ -29,7 +32,9 @@ def an_engine() -> FakeEngine:
 
 
 def a_sync(engine: FakeEngine, logprob: float) -> Shared:
-    return Shared(ScoringTrainer(logprob), engine, [1, 2, 3], 1e-4)  # type: ignore[arg-type]
+    trainer: Any = ScoringTrainer(logprob)
+    policy: Any = None
+    return Shared(Delivery(trainer, engine, policy, [1, 2, 3], 1e-4, Path()))
 
 
 def test_a_push_loads_and_proves() -> None:

@@ -6,17 +6,22 @@ from podium.records import Answer, FinishReason, Request
 
 
 class Draft:
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._rollouts: dict[int, tuple[tuple[int, ...], tuple[float, ...], FinishReason]] = {}
+    """`version` is that of the weights when its first token was written."""
 
-    def add(self, sample: int, ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason) -> None:
-        self._rollouts[sample] = (tuple(ids), tuple(logprobs), finish_reason)
+    def __init__(self, request: Request, version: int) -> None:
+        self._request, self._version = request, version
+        self._rollouts: dict[int, tuple[tuple[int, ...], tuple[float, ...], FinishReason, tuple[int, int]]] = {}
+
+    def add(
+        self, sample: int, ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason, version: int
+    ) -> None:
+        """`version` is that of the weights now, when its last token is there."""
+        self._rollouts[sample] = (tuple(ids), tuple(logprobs), finish_reason, (self._version, version))
 
     @property
     def is_whole(self) -> bool:
         return len(self._rollouts) == len(self._request.seeds)
 
-    def answer(self, version: int) -> Answer:
-        ids, logprobs, reasons = zip(*(self._rollouts[k] for k in range(len(self._rollouts))), strict=True)
-        return Answer(self._request.key, ids, logprobs, reasons, version)
+    def answer(self) -> Answer:
+        ids, logprobs, reasons, versions = zip(*(self._rollouts[k] for k in range(len(self._rollouts))), strict=True)
+        return Answer(self._request.key, ids, logprobs, reasons, versions)

@@ -6,8 +6,10 @@ and waiting groups take their place. Under LoRA the sampled weights are a scratc
 at each load: sampling through adapter layers is slower, and merging in place would drift.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -20,6 +22,7 @@ from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
 from podium.model.device_thread import on_device_thread
 from podium.model.forward import head_weight, sequence_logprobs, softcap
+from podium.model.handoff import read_published
 from podium.model.load import Policy
 from podium.model.logprobs import logits_of
 from podium.model.self_check import TOLERANCE
@@ -31,6 +34,8 @@ LEAVE_SHARE = 0.25
 
 class Inprocess:
     """`snapshot`: sample from a copy of the trained weights, for schedules that train between two syncs."""
+
+    channels = ("shared", "adapter", "disk")
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Inprocess:
         # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
         self._model = policy.model if is_half and policy.peft is not None else policy.twin
         self._trained = policy.model
+        self._expected = policy.named_weights
         self._device = policy.device
         self._concurrency = concurrency
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
@@ -86,6 +92,10 @@ class Inprocess:
         await on_device_thread(self._load_weights, weights)
         self.policy_version = version
 
+    async def load_folder(self, folder: Path, version: int) -> None:
+        weights = await asyncio.to_thread(read_published, folder, dict(self._expected()), version)
+        await self.load_weights(weights.items(), version)
+
     def close(self) -> None:
         """Nothing is held that does not go with the object."""
 
@@ -116,17 +126,19 @@ class Inprocess:
     @torch.inference_mode()
     def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[Answer]:
         requests = list(waiting)
-        drafts = [Draft(request) for request in requests]
+        drafts: list[Draft] = []
         stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=self._device)
         answered = 0
         slots: Slots | None = None
         while waiting or slots is not None:
             slots = self._admit(slots, waiting, requests, sampling)
+            joined = requests[len(drafts) : len(requests) - len(waiting)]
+            drafts += [Draft(request, self.policy_version or 0) for request in joined]
             ids, logprobs = draw(slots.logits, slots.seed, slots.drawn, sampling)
             slots.record(ids, logprobs, stop_ids)
-            slots, ids = _leave(slots, ids, drafts, stop_ids)
-            while answered < len(requests) and drafts[answered].is_whole:
-                yield drafts[answered].answer(self.policy_version or 0)
+            slots, ids = _leave(slots, ids, drafts, stop_ids, self.policy_version or 0)
+            while answered < len(drafts) and drafts[answered].is_whole:
+                yield drafts[answered].answer()
                 answered += 1
             if slots is not None:
                 self._advance(slots, ids)
@@ -194,7 +206,7 @@ class Inprocess:
 
 
 def _leave(
-    slots: Slots, ids: torch.Tensor, drafts: list[Draft], stop_ids: torch.Tensor
+    slots: Slots, ids: torch.Tensor, drafts: list[Draft], stop_ids: torch.Tensor, version: int
 ) -> tuple[Slots | None, torch.Tensor]:
     """Takes the finished slots out once they are a good share of the batch, and writes them to their drafts."""
     num_finished = int(slots.finished.sum())
@@ -206,7 +218,7 @@ def _leave(
     owners = zip(slots.request[done].tolist(), slots.sample[done].tolist(), strict=True)
     rows = zip(owners, counts, stopped, slots.ids[done].tolist(), slots.logprobs[done].tolist(), strict=True)
     for (request, sample), count, stop, row_ids, row_logprobs in rows:
-        drafts[request].add(sample, row_ids[:count], row_logprobs[:count], "stop" if stop else "length")
+        drafts[request].add(sample, row_ids[:count], row_logprobs[:count], "stop" if stop else "length", version)
     if num_finished == len(slots):
         return None, ids
     staying = (~slots.finished).nonzero()[:, 0]

@@ -6,7 +6,7 @@ vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution 
 salted with the policy version, so that no answer is written from another version's keys.
 """
 
-import json
+import asyncio
 import os
 import shutil
 import tempfile
@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 
 from podium.engine._draft import Draft
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
+from podium.model.handoff import read_published, write_adapter
 from podium.model.load import Policy
 from podium.records import Answer, FinishReason, Request, Sampling
 
@@ -41,6 +41,8 @@ ON_CPU = {"enable_chunked_prefill": False}
 
 class VllmLocal:
     """`snapshot` is of no concern here: vLLM always has weights of its own."""
+
+    channels = ("shared", "adapter", "disk")
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class VllmLocal:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         version = self.policy_version or 0
-        drafts = {request.key: Draft(request) for request in requests}
+        drafts = {request.key: Draft(request, version) for request in requests}
         pending = {f"{request.key}/{k}" for request in requests for k in range(len(request.seeds))}
         try:
             await on_device_thread(self._enqueue, requests, sampling, version)
@@ -92,9 +94,9 @@ class VllmLocal:
                         continue
                     pending.discard(output.request_id)
                     key, sample = map(int, output.request_id.split("/"))
-                    drafts[key].add(sample, *rollout_of(output.outputs[0]))
+                    drafts[key].add(sample, *rollout_of(output.outputs[0]), version)
                     if drafts[key].is_whole:
-                        yield drafts.pop(key).answer(version)
+                        yield drafts.pop(key).answer()
         finally:
             if pending:
                 await on_device_thread(self._engine.abort_request, sorted(pending))
@@ -105,6 +107,11 @@ class VllmLocal:
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await on_device_thread(self._load_weights, weights, version)
         self.policy_version = version
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        expected = dict(self._policy.named_weights())
+        weights = await asyncio.to_thread(read_published, folder, expected, version)
+        await self.load_weights(weights.items(), version)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -164,15 +171,6 @@ def aligned_logprobs(token_ids: Sequence[int], found: Any) -> list[float]:
     if found is None or len(found) != len(token_ids) or found[0] is not None:
         raise EngineError(f"vLLM returned {None if found is None else len(found)} logprobs for {len(token_ids)} tokens")
     return [float(each[i].logprob) for i, each in zip(token_ids[1:], found[1:], strict=True)]
-
-
-def write_adapter(folder: Path, config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, as PEFT names things."""
-    folder.mkdir(parents=True)
-    named = {f"base_model.model.{name}.weight": t.detach().to("cpu", copy=True).contiguous() for name, t in weights}
-    save_file(named, folder / "adapter_model.safetensors")
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
 
 
 def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -67,8 +67,8 @@ class SingleTurn:
                 loss_mask=(1,) * len(ids),
                 finish_reason=reason,
                 text=self._tokenizer.decode(ids, skip_special_tokens=True),
-                policy_version_min=answer.policy_version,
-                policy_version_max=answer.policy_version,
+                policy_version_min=min(answer.policy_versions[index]),
+                policy_version_max=max(answer.policy_versions[index]),
                 sample_index=index,
                 seed=seeds[index],
                 digest=answer.digests[index],
@@ -87,10 +87,10 @@ def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> in
 
 def check_answer(answer: Answer, count: int, sampling: Sampling, vocabulary: int) -> None:
     """An answer that cannot be right is the engine's failure, never a rollout with reward 0."""
-    lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.finish_reasons))
-    if lengths != (count, count, count):
+    lengths = [len(part) for part in (answer.token_ids, answer.logprobs, answer.finish_reasons, answer.policy_versions)]
+    if lengths != [count] * 4:
         raise EngineError(
-            f"prompt {answer.key}: asked for {count} rollouts, got {lengths} ids, logprobs, finish reasons"
+            f"prompt {answer.key}: asked for {count} rollouts, got {lengths} ids, logprobs, finish reasons, versions"
         )
     for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
         if not 1 <= len(ids) <= sampling.max_new_tokens or len(ids) != len(logprobs):

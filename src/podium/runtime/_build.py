@@ -33,7 +33,6 @@ from podium.runtime._memory import MemoryPlan
 from podium.sections import Choice, CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
-from podium.sync._probe import TOLERANCE
 from podium.trainer._optimizer import check_optimizer
 
 SHOWN = 20
@@ -101,19 +100,6 @@ def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, p
     rows = [row for each in read for row in each.rows]
     system = settings.rollout.options.get("system")
     return OrderedData(rows, sources, policy.tokenizer, plan, settings.run.seed, system)
-
-
-def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
-    """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
-    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
-    ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
-    return (ids * 2)[: max(2, min(longest, len(ids)))]
-
-
-def parity_tolerance(settings: Settings, engine: Any) -> float:
-    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
-    precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
-    return max(TOLERANCE[precision] for precision in precisions)
 
 
 def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> Scoring:
@@ -309,20 +295,6 @@ def make_trainer(settings: Settings, policy: Policy, plan: Plan, memory: MemoryP
     options = settings.trainer.options | {"gradient_checkpointing": memory.gradient_checkpointing}
     wiring = (policy, build_objective(settings), plan.steps, build_reference(settings), settings.pack.shared_prefix)
     return find("trainer", settings.trainer.name)(*wiring, **options)
-
-
-def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
-    """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
-
-
-def make_rollout(
-    settings: Settings, engine: Engine, policy: Policy, options: dict[str, Any], rollouts_per_prompt: int, purpose: str
-) -> Any:
-    """`purpose` keeps the seeds of training, evaluation and checks apart."""
-    make, seed = find("rollout", settings.rollout.name), settings.run.seed
-    wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
-    return make(*wiring, **options)
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:

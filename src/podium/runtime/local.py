@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
-from podium.lookup import find
 from podium.model.load import load_policy
 from podium.report._fanout import Reports
 from podium.report.console import to_terminal
@@ -23,17 +23,15 @@ from podium.runtime._build import (
     check_rewards,
     check_trainer,
     eval_options,
-    make_engine,
-    make_rollout,
     make_trainer,
-    parity_tolerance,
-    probe_ids,
     read_sources,
     run_card,
 )
+from podium.runtime._engine import make_engine, make_rollout, make_sync
+from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._memory import memory_plan
 from podium.settings import Settings
-from podium.stages import Stages
+from podium.stages import Stages, Trainer
 
 
 def local(
@@ -62,15 +60,15 @@ def local(
     reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
     stages = Stages(
         data=data,
-        rollout=make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"),
+        rollout=LoggedRollout(
+            make_rollout(settings, engine, policy, settings.rollout.options, plan.rollouts_per_prompt, "train"), folder
+        ),
         reward=scoring,
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=build_pack(settings, memory),
-        trainer=trainer,
-        sync=find("sync", settings.sync.name)(
-            trainer, engine, probe_ids(settings, data), parity_tolerance(settings, engine), **settings.sync.options
-        ),
+        trainer=cast(Trainer, LoggedTrainer(trainer, folder)),
+        sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=FolderCheckpoint(
             folder,
             trainer,

@@ -4,18 +4,15 @@ Full weights are the same memory, so nothing moves; an adapter is laid over the 
 snapshot engine copies. Each push is followed by the parity probe.
 """
 
-from collections.abc import Sequence
-
-from podium.stages import Engine, Trainer
-from podium.sync._probe import check_parity
+from podium.sync._delivery import Delivery
 
 
 class Shared:
-    def __init__(self, trainer: Trainer, engine: Engine, probe: Sequence[int], tolerance: float) -> None:
-        self._trainer, self._engine, self._probe, self._tolerance = trainer, engine, probe, tolerance
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
 
     async def push(self, version: int) -> None:
-        if self._engine.policy_version == version:
-            return
-        await self._engine.load_weights(self._trainer.weights(), version)
-        await check_parity(self._trainer, self._engine, self._probe, version, self._tolerance)
+        await self._delivery.once(version, self._carry)
+
+    async def _carry(self, version: int) -> None:
+        await self._delivery.engine.load_weights(self._delivery.trainer.weights(), version)

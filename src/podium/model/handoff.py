@@ -1,0 +1,122 @@
+"""Weights on their way to an engine that reads them from a folder.
+
+`publish` writes a folder that PEFT or transformers would load too, and beside it `<id>.json` with the length and sha256
+of each file, last: an id without that file is not there yet. `read_published` gives the tensors back by the names of
+`Policy.named_weights`; what is damaged, of another shape or not finite is refused before an engine sees any of it.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from podium.errors import WeightsError
+from podium.model.load import Policy
+
+Named = Iterable[tuple[str, torch.Tensor]]
+PEFT_PREFIX, PEFT_SUFFIX = "base_model.model.", ".weight"
+
+
+def publish(root: Path, policy: Policy, weights: Named, version: int) -> Path:
+    """A new folder under `root` with these weights; its name is the id that an engine is told."""
+    folder = root / f"version-{version:06d}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True)
+    if policy.peft is None:
+        policy.model.config.save_pretrained(folder)
+        save_file(_on_cpu(weights), folder / "model.safetensors")
+    else:
+        write_adapter(folder, policy.peft.peft_config["default"], weights)
+    files = {path.name: _described(path) for path in sorted(folder.iterdir())}
+    manifest = {"version": version, "kind": "full" if policy.peft is None else "adapter", "files": files}
+    unfinished = root / f"{folder.name}.json.tmp-{os.getpid()}"
+    unfinished.write_text(json.dumps(manifest))
+    unfinished.rename(manifest_of(folder))
+    return folder
+
+
+def write_adapter(folder: Path, config: Any, weights: Named) -> None:
+    """`adapter_config.json` and `adapter_model.safetensors`, as PEFT names things, and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {f"{PEFT_PREFIX}{name}{PEFT_SUFFIX}": tensor for name, tensor in _on_cpu(weights).items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
+
+
+def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """The tensors of a published folder, each with the shape of its namesake in `expected`."""
+    manifest = _manifest(folder)
+    if manifest["version"] != version:
+        raise WeightsError(f"{folder.name} holds version {manifest['version']}, not {version}")
+    for name, described in manifest["files"].items():
+        path = folder / name
+        if path.name != name or path.is_symlink() or not path.is_file() or _described(path) != described:
+            raise WeightsError(f"{folder.name}: {name} is missing or not what was written")
+    is_adapter = manifest["kind"] == "adapter"
+    file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    if file not in manifest["files"]:
+        raise WeightsError(f"{folder.name} has no {file}")
+    try:
+        found = load_file(folder / file)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{folder.name}: {file} cannot be read: {error}") from None
+    if is_adapter:
+        found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
+    check_weights(found, expected, folder.name)
+    return {name: found[name] for name in expected}
+
+
+def check_weights(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
+    """Same names, same shapes, numbers only."""
+    if set(found) != set(expected):
+        odd = sorted(set(found) ^ set(expected))
+        raise WeightsError(f"{where}: {len(odd)} tensors are missing or unknown to the model, the first is {odd[0]}")
+    for name, tensor in found.items():
+        if tensor.shape != expected[name].shape:
+            raise WeightsError(
+                f"{where}: {name} has the shape {tuple(tensor.shape)}, the model's {tuple(expected[name].shape)}"
+            )
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise WeightsError(f"{where}: {name} holds values that are no finite numbers")
+
+
+def remove_published(folder: Path) -> None:
+    """The id first, so that nobody begins to read what is going away."""
+    manifest_of(folder).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def manifest_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(manifest_of(folder).read_text())
+        if manifest["kind"] not in ("adapter", "full") or type(manifest["version"]) is not int:
+            raise ValueError
+        if not all(isinstance(name, str) for name in manifest["files"]):
+            raise ValueError
+    except OSError:
+        raise WeightsError(f"there are no weights called {folder.name}") from None
+    except (ValueError, KeyError, TypeError):
+        raise WeightsError(f"{folder.name}.json cannot be read") from None
+    return manifest
+
+
+def _on_cpu(weights: Named) -> dict[str, torch.Tensor]:
+    """Contiguous copies that share nothing, as the file format wants them."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,68 @@
+"""From settings to an engine, what asks it and what feeds it."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from podium.data._order import OrderedData
+from podium.lookup import find
+from podium.model.handoff import publish, remove_published
+from podium.model.load import Policy
+from podium.run_folder import RunFolder
+from podium.settings import Settings
+from podium.stages import Engine
+from podium.sync._delivery import Delivery
+from podium.sync._probe import TOLERANCE
+
+
+def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
+    """`snapshot`: the engine keeps its weights while the trainer moves on."""
+    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+
+
+def make_rollout(
+    settings: Settings, engine: Engine, policy: Policy, options: dict[str, Any], rollouts_per_prompt: int, purpose: str
+) -> Any:
+    """`purpose` keeps the seeds of training, evaluation and checks apart."""
+    make, seed = find("rollout", settings.rollout.name), settings.run.seed
+    wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
+    return make(*wiring, **options)
+
+
+def make_sync(
+    settings: Settings, trainer: Any, engine: Engine, policy: Policy, data: OrderedData, folder: RunFolder
+) -> Any:
+    """The channel between trainer and engine, with the probe that proves each push."""
+    probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
+    delivery = Delivery(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
+    return find("sync", settings.sync.name)(delivery, **settings.sync.options)
+
+
+async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:
+    """A policy's weights into an engine where nothing is trained: no channel, no probe."""
+    if settings.sync.name == "shared":
+        await engine.load_weights(policy.named_weights(), 0)
+        return
+    if getattr(engine, "outlives_run", False):
+        await engine.claim(run_id, "run")
+    with tempfile.TemporaryDirectory(prefix="podium-weights-") as own:
+        root = settings.sync.options.get("root") or getattr(engine, "weights_root", None) or own
+        folder = publish(Path(root), policy, policy.named_weights(), 0)
+        try:
+            await engine.load_folder(folder, 0)
+        finally:
+            remove_published(folder)
+
+
+def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
+    """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
+    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
+    ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
+    return (ids * 2)[: max(2, min(longest, len(ids)))]
+
+
+def parity_tolerance(settings: Settings, engine: Any) -> float:
+    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+    precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
+    return max(TOLERANCE[precision] for precision in precisions)

@@ -1,0 +1,55 @@
+"""What happened when, as lines of events.jsonl: around stages that know nothing of it.
+
+`sampling` (prompts were sent), `group` (one came back whole), `training` and `trained`, `pushed` (an engine took new
+weights and proved it). Tests and people read from them what overlapped and in which order.
+"""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from podium.records import Batch, Group, Prompt, UpdateResult
+from podium.run_folder import RunFolder
+from podium.stages import Engine, RolloutStage, Sync, Trainer
+
+
+class LoggedRollout:
+    def __init__(self, rollout: RolloutStage, folder: RunFolder) -> None:
+        self._rollout, self._folder = rollout, folder
+
+    async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
+        self._folder.event("sampling", ordinals=[prompt.ordinal for prompt in prompts])
+        async for group in self._rollout.start(prompts):
+            oldest = min(rollout.policy_version_min for rollout in group.rollouts)
+            newest = max(rollout.policy_version_max for rollout in group.rollouts)
+            self._folder.event("group", ordinal=group.prompt.ordinal, policy_version=[oldest, newest])
+            yield group
+
+
+class LoggedTrainer:
+    """Everything but `step` is the trainer's own."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder) -> None:
+        self._trainer, self._folder = trainer, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        self._folder.event("training", batches=len(batches))
+        started = time.monotonic()
+        result = await self._trainer.step(batches)
+        self._folder.event("trained", updated=result.updated, seconds=time.monotonic() - started)
+        return result
+
+
+class LoggedSync:
+    def __init__(self, sync: Sync, engine: Engine, folder: RunFolder) -> None:
+        self._sync, self._engine, self._folder = sync, engine, folder
+
+    async def push(self, version: int) -> None:
+        before, started = self._engine.policy_version, time.monotonic()
+        await self._sync.push(version)
+        if self._engine.policy_version != before:
+            channel = type(self._sync).__name__.lower()
+            self._folder.event("pushed", policy_version=version, channel=channel, seconds=time.monotonic() - started)
