@@ -14,8 +14,6 @@ from podium.errors import EngineError, InputError, WeightsError
 
 RETRIES = 2
 BACKOFF_S = 0.2
-MAX_ANSWER_BYTES = 1 << 30
-"""Of one line; a server that sends more is broken."""
 CONNECT_FAILURES = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -87,7 +85,8 @@ class Connection:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             transport = httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None
-            limits = httpx.Limits(max_connections=self._calls, max_keepalive_connections=8, keepalive_expiry=20)
+            # Calls are few and long: none waits for a connection that the server has just closed.
+            limits = httpx.Limits(max_connections=self._calls, max_keepalive_connections=0)
             options = self._options(self._timeout_s)
             self._client = (loop, httpx.AsyncClient(transport=transport, limits=limits, **options))
         return self._client[1]
