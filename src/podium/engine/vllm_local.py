@@ -301,8 +301,10 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
     lora: dict[str, Any] = {}
     if policy.peft is not None:
         rank = policy.peft.peft_config["default"].r
+        # Only what is adapted: an adapted head would break a step that holds scores and rollouts.
+        adapted = sorted({name.split(".")[-2] for name, _ in policy.named_weights()})
         slots = {"max_loras": ADAPTERS_IN_A_STEP, "max_cpu_loras": ADAPTERS_IN_MEMORY}
-        lora = {"enable_lora": True, "max_lora_rank": max(8, rank), **slots}
+        lora = {"enable_lora": True, "max_lora_rank": max(8, rank), "lora_target_modules": adapted, **slots}
     arguments = EngineArgs(
         model=policy.source,
         tokenizer=policy.source,
