@@ -198,7 +198,11 @@ class VllmLocal:
         assert self._policy.peft is not None
         folder = self._folder / f"version-{version}-{self._loads}"
         write_adapter(folder, self._policy.peft.peft_config["default"], weights)
-        self._attach(folder, version, True)
+        try:
+            self._attach(folder, version, True)
+        except EngineError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _attach(self, folder: Path, version: int, own_folder: bool) -> None:
         """New requests carry this adapter; on an error they go on with the one before."""
@@ -207,7 +211,11 @@ class VllmLocal:
         self._loads += 1
         # In place: a version that comes a second time brings weights of its own.
         adapter = LoRARequest(folder.name, version + 1, str(folder), load_inplace=True)
-        if not self._engine.add_lora(adapter):
+        try:
+            taken = self._engine.add_lora(adapter)
+        except Exception as error:
+            raise EngineError(f"vLLM did not take the adapter of policy version {version}: {error}") from error
+        if not taken:
             raise EngineError(f"vLLM did not take the adapter of policy version {version}")
         served = LoRARequest(folder.name, version + 1, str(folder))
         self._steps.serve(Served(version, f"{version}/{self._loads}", served, own_folder))
@@ -301,8 +309,12 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
     lora: dict[str, Any] = {}
     if policy.peft is not None:
         rank = policy.peft.peft_config["default"].r
-        # Only what is adapted: an adapted head would break a step that holds scores and rollouts.
         adapted = sorted({name.split(".")[-2] for name, _ in policy.named_weights()})
+        if "lm_head" in adapted:
+            raise InputError(
+                "model.lora.targets names lm_head: vLLM cannot score and sample in one step through an adapted head; "
+                "remove it, or use another engine"
+            )
         slots = {"max_loras": ADAPTERS_IN_A_STEP, "max_cpu_loras": ADAPTERS_IN_MEMORY}
         lora = {"enable_lora": True, "max_lora_rank": max(8, rank), "lora_target_modules": adapted, **slots}
     arguments = EngineArgs(
