@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
@@ -54,7 +54,7 @@ def local(
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
-    stepping = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
+    stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
     card = run_card(settings, folder, plan)
