@@ -9,7 +9,7 @@ is dropped when nobody uses it any more.
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class SharedSteps:
     def served(self) -> Served:
         return self._served
 
-    async def outputs(self, asked: Sequence[Asked]) -> AsyncIterator[tuple[int, Any, tuple[int, int]]]:
+    async def outputs(self, asked: Sequence[Asked]) -> AsyncGenerator[tuple[int, Any, tuple[int, int]], None]:
         """(index in `asked`, vLLM's output, versions of its first and last token), each as soon as it is finished.
 
         Closing the iterator aborts the rest; a step that fails is an error of every call that waits.
