@@ -17,6 +17,7 @@ from pydantic import Field
 from transformers import DynamicCache
 
 from podium.engine._draft import Draft
+from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
@@ -56,6 +57,7 @@ class Inprocess:
         self._expected = policy.named_weights
         self._device = policy.device
         self._concurrency = concurrency
+        self._max_context_tokens = policy.max_context_tokens
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
@@ -81,6 +83,7 @@ class Inprocess:
                 )
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        check_room(requests, sampling, self._max_context_tokens)
         answers = self._generate(deque(requests), sampling)
         while (answer := await on_device_thread(next, answers, None)) is not None:
             yield answer

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
+from podium.records import Batch, UpdateResult
 from podium.run_folder import RunFolder
 from podium.settings import Settings
 from podium.stages import Engine
@@ -37,6 +39,23 @@ def make_sync(
     probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
     delivery = Delivery(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
     return find("sync", settings.sync.name)(delivery, **settings.sync.options)
+
+
+class TrainsAlone:
+    """A trainer whose engine sleeps while it steps (`engine.sleep`). Everything but `step` is the trainer's own."""
+
+    def __init__(self, trainer: Any, engine: Any) -> None:
+        self._trainer, self._engine = trainer, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        await self._engine.sleep()
+        try:
+            return await self._trainer.step(batches)
+        finally:
+            await self._engine.wake()
 
 
 async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
@@ -27,7 +27,7 @@ from podium.runtime._build import (
     read_sources,
     run_card,
 )
-from podium.runtime._engine import make_engine, make_rollout, make_sync
+from podium.runtime._engine import TrainsAlone, make_engine, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._memory import memory_plan
 from podium.settings import Settings
@@ -54,6 +54,7 @@ def local(
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
+    stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     ledger = Ledger(folder)
     every_report = build_reports(settings, folder, ledger, console_mode)
     card = run_card(settings, folder, plan)
@@ -67,7 +68,7 @@ def local(
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=build_pack(settings, memory),
-        trainer=cast(Trainer, LoggedTrainer(trainer, folder)),
+        trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=FolderCheckpoint(
             folder,
