@@ -46,9 +46,12 @@ class Clock:
         }
         return {**laps, **sides}
 
-    async def writing(self, groups: AsyncIterator[Group], count: int) -> AsyncIterator[Group]:
-        """The same groups; `count` of them are expected."""
+    def writing(self, groups: AsyncIterator[Group], count: int) -> AsyncIterator[Group]:
+        """The same groups; from now on `count` of them are being written."""
         self._change(count)
+        return self._as_they_come(groups, count)
+
+    async def _as_they_come(self, groups: AsyncIterator[Group], count: int) -> AsyncIterator[Group]:
         try:
             async for group in groups:
                 self._change(-1)

@@ -60,7 +60,8 @@ class Flights:
         prompts, self._again = [*self._again, *drawn], []
         if prompts:
             self._counts |= {prompt.ordinal: True for prompt in prompts}
-            task = asyncio.create_task(self._fly(prompts))
+            groups = self._clock.writing(self._stages.rollout.start(prompts), len(prompts))
+            task = asyncio.create_task(self._fly(groups, len(prompts)))
             self._flying.add(task)
             task.add_done_callback(lambda _: self._news.set())
 
@@ -71,12 +72,12 @@ class Flights:
         most = wanted * (1 + plan.max_refills)
         return max(0, min(wanted - sum(self._counts.values()), most - len(self._counts)))
 
-    async def _fly(self, prompts: list[Prompt]) -> None:
-        """Stages 2 to 4 for some prompts; where they make no whole steps, the groups before them count in the share of
-        failed rewards: a few alone would say little."""
-        stages, is_whole = self._stages, len(prompts) % self._plan.prompts_per_step == 0
-        groups = self._counted(self._clock.writing(stages.rollout.start(prompts), len(prompts)))
-        async for group in stages.reward.score_each(groups, after=() if is_whole else tuple(self._recent)):
+    async def _fly(self, groups: AsyncIterator[Group], count: int) -> None:
+        """Stages 2 to 4 for `count` prompts; where they make no whole steps, the groups before them count in the share
+        of failed rewards: a few alone would say little."""
+        stages, is_whole = self._stages, count % self._plan.prompts_per_step == 0
+        after = () if is_whole else tuple(self._recent)
+        async for group in stages.reward.score_each(self._counted(groups), after=after):
             self._num_scoring -= 1
             [credited] = stages.assign_advantages([group])
             kept = stages.filter([credited])

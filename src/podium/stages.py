@@ -51,8 +51,8 @@ class Engine(Protocol):
     """What rollout asks: ids in, ids and logprobs out.
 
     Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
-    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one that
-    keeps weights from changing in the middle of answers has `in_flight`, which says whether they may.
+    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one
+    that can keep its weights while answers are being written has `in_flight`, which is set where they may change.
     """
 
     policy_version: int | None

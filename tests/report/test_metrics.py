@@ -71,8 +71,9 @@ def test_the_numbers_of_a_step() -> None:
         {"rollout": 2.0, "train": 0.5, "sync": 0.1, "engine": 1.5, "engine_waits": 1.1, "overlapped": 0.125},
         20,
     )
-    # 4 rollouts of 3 tokens in 1.5 s of the engine's; it was at work in a quarter of the training; 30 packed tokens in 0.5 s; version 6 was trained, the oldest rollout is of 4;
-    # 4 batches for the 2 kept rollouts, with 30 tokens in 4 · 20 places
+    # 4 rollouts of 3 tokens in 1.5 s of the engine's, which was at work in a quarter of the training; 30 packed tokens
+    # in 0.5 s; version 6 was trained, one rollout is of 4 and three are of 6; 4 batches for the 2 kept rollouts, with
+    # 30 tokens in 4 · 20 places
     expected = {
         "reward/mean": 0.55,
         "reward/kept_mean": 0.7,
