@@ -39,10 +39,10 @@ class Clock:
         self._laps, self._engine = defaultdict(float), defaultdict(float)
         at_work = sum(engine.values())
         sides = {
-            "trainer_waits": laps["rollout"],
+            "trainer_waits": laps.get("rollout", 0.0),
             "engine": at_work,
             "engine_waits": sum(laps.values()) - at_work,
-            "overlapped": engine["train"],
+            "overlapped": engine.get("train", 0.0),
         }
         return {**laps, **sides}
 
