@@ -1,8 +1,8 @@
 """How much faster the async loop is than the strict one when sampling and training cost about the same.
 
 The engine is `podium serve` over the in-process engine, a process of its own, in both; one core and one thread a side.
-The schedules take turns, round by round, so that what else the machine does falls on both. Then the demo is trained with
-each schedule: what running ahead costs in what is learnt.
+The schedules take turns, round by round, so that what else the machine does falls on all. Then the demo is trained
+with each schedule: what running ahead costs in what is learnt.
 
     python benchmarks/overlap.py --out benchmarks/results/overlap_cpu.json
 """
@@ -154,8 +154,8 @@ def show(speed: dict[str, list[dict[str, float]]], learnt: dict[str, list[list[f
         ends = " ".join(f"{run[-1]:.3f}" for run in learnt[schedule])
         print(
             f"{schedule:<30} {means['step_s']:6.3f}  {means['sampling_s']:8.3f}  {means['training_s']:8.3f}  "
-            f"{means['overlap']:7.2f}  {means['lag_max']:3.0f}  {median(ratios):5.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-            f"   {ends}"
+            f"{means['overlap']:7.2f}  {means['lag_max']:3.0f}  {median(ratios):5.2f} "
+            f"({min(ratios):.2f}–{max(ratios):.2f})   {ends}"
         )
 
 

@@ -104,11 +104,12 @@ def test_what_breaks_eager_items_is_raised_behind_those_that_came() -> None:
         yield 1
         raise EngineError("gone")
 
-    async def run() -> list[int]:
-        taken = []
-        with pytest.raises(EngineError, match="gone"):
-            async for item in eagerly(items()):
-                taken.append(item)
-        return taken
+    taken = []
 
-    assert asyncio.run(run()) == [1]
+    async def run() -> None:
+        async for item in eagerly(items()):
+            taken.append(item)
+
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(run())
+    assert taken == [1]

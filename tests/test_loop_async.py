@@ -311,6 +311,14 @@ def test_where_all_is_dropped_steps_end_all_the_same_and_the_run_is_given_up() -
     assert world.log[-1] == ("commit", 3)
 
 
+def test_however_many_are_dropped_what_is_under_way_has_a_bound() -> None:
+    world = World(a_plan(steps=2, max_refills=2), drop_share=1.0, train_turns=500)
+    run(world)
+    trained = [index for index, entry in enumerate(world.log) if entry[0] == "trained"]
+    sent = [ordinal for entry in world.log[: trained[0]] if entry[0] == "sample" for ordinal in entry[1]]
+    assert len(sent) == 12  # two steps' worth of two, thrice
+
+
 def test_where_the_data_ends_the_last_step_trains_what_there_is() -> None:
     world = World(a_plan(steps=9, epochs=1), rows=7)
     state = run(world)
@@ -335,6 +343,12 @@ def test_a_signal_commits_and_drops_what_is_under_way_which_a_resume_draws_again
     assert sorted(all_drawn(again)) == list(range(12))
 
 
+def test_a_signal_is_heard_while_no_group_comes() -> None:
+    world = World(a_plan(), stop_after=0, slow=(0, 1, 2, 3), slow_turns=10**9)
+    assert run(world).step == 0
+    assert world.log[-1] == ("commit", 0)
+
+
 def test_a_signal_in_the_last_step_changes_nothing_any_more() -> None:
     for plan, rows in ((a_plan(), 1000), (a_plan(steps=9, epochs=1), 8)):  # four steps by either
         world = World(plan, rows=rows, stop_after=4)
@@ -343,8 +357,10 @@ def test_a_signal_in_the_last_step_changes_nothing_any_more() -> None:
 
 
 def test_the_strict_loop_goes_on_with_what_the_async_one_left_pending() -> None:
-    world = World(a_plan(steps=6), stop_after=3, slow=(1,), slow_turns=10**6)
-    assert run(world).pending[0] == 1
+    world = World(a_plan(steps=6, max_lag=3), stop_after=3, slow=(1,), slow_turns=10**6)
+    pending = run(world).pending
+    assert pending[0] == 1
+    assert len(pending) > 2  # more than the first step takes
     strict = replace(world.plan, max_lag=0)
     again = World(strict, disk=world.disk, jitter=1)
     asyncio.run(loop.train(again.stages(), strict))

@@ -44,9 +44,7 @@ class Flights:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        for task in self._flying:
-            task.cancel()
-        await asyncio.gather(*self._flying, return_exceptions=True)
+        await self._cancel()
 
     @property
     def under_way(self) -> set[int]:
@@ -135,10 +133,18 @@ class Flights:
         self._state = None
 
     async def written(self) -> None:
-        """Until nothing is being written; groups may still be scored."""
+        """Until nothing is being written; groups may still be scored. After a signal nothing needs to be written."""
         while self._clock.num_writing and not self._stages.stop_requested():
             self._look_after_flights()
             await self._wait()
+        if self._stages.stop_requested():
+            await self._cancel()
+
+    async def _cancel(self) -> None:
+        flying, self._flying = self._flying, set()
+        for task in flying:
+            task.cancel()
+        await asyncio.gather(*flying, return_exceptions=True)
 
     async def _wait(self) -> None:
         """For a group, for the end of a flight, or for a while."""
