@@ -41,28 +41,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step: more of them make training costlier")
     parser.add_argument("--seeds", type=int, default=3, help="runs of the demo with each schedule; 0: none")
+    parser.add_argument(
+        "--schedules", type=int, default=len(SCHEDULES), help="how many of them, from the strict one on"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    schedules = dict(list(SCHEDULES.items())[: options.schedules])
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit("two cores are needed: one a side")
     with tempfile.TemporaryDirectory(prefix="podium-overlap-") as name, a_server(Path(name), cores[0]) as url:
         folder = Path(name)
-        speed: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in SCHEDULES}
+        speed: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in schedules}
         for number in range(options.rounds):
-            for schedule, keys in SCHEDULES.items():
+            for schedule, keys in schedules.items():
                 tables = work(options.prompts, options.steps, url) | {"checkpoint": {"every": 0}}
                 tables["run"] |= keys
                 lines = run(folder / f"{number}-{schedule}", tables, cores[1])
                 speed[schedule].append(summary([line for line in lines if "eval" not in line][WARM_UP:]))
-        learnt = {schedule: [] for schedule in SCHEDULES}
+        learnt: dict[str, list[list[float]]] = {schedule: [] for schedule in schedules}
         for seed in range(options.seeds):
-            for schedule, keys in SCHEDULES.items():
+            for schedule, keys in schedules.items():
                 tables = demo(url, seed)
                 tables["run"] |= keys
                 lines = run(folder / f"demo-{seed}-{schedule}", tables, cores[1])
                 learnt[schedule].append([line["eval/accuracy"] for line in lines if "eval" in line])
-    result = {"machine": describe(), "work": vars(options) | {"out": None}, "speed": speed, "learnt": learnt}
+    work_done = {name: getattr(options, name) for name in ("steps", "rounds", "prompts", "seeds")}
+    result = {"machine": describe(), "work": work_done, "speed": speed, "learnt": learnt}
     show(speed, learnt)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -99,7 +104,7 @@ def a_server(folder: Path, core: int) -> Iterator[str]:
     """`podium serve embedded`, a child with one core and one thread."""
     socket = folder / "engine.sock"
     command = [sys.executable, "-m", "podium.cli", "serve", "embedded", f"--uds={socket}", "--model.device=cpu"]
-    process = subprocess.Popen(command, env=one_thread(), preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+    process = subprocess.Popen(command, env=one_thread(), stderr=subprocess.DEVNULL, preexec_fn=lambda: pin(core))
     try:
         deadline = time.monotonic() + 120
         while not socket.exists():
@@ -118,9 +123,12 @@ def run(folder: Path, tables: dict[str, Any], core: int) -> list[dict[str, Any]]
     settings = folder.with_suffix(".toml")
     settings.write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "podium.cli", "train", str(settings)]
-    limit = {"preexec_fn": lambda: os.sched_setaffinity(0, {core}), "stdout": subprocess.DEVNULL}
-    subprocess.run(command, env=one_thread(), check=True, **limit)
+    subprocess.run(command, env=one_thread(), check=True, stdout=subprocess.DEVNULL, preexec_fn=lambda: pin(core))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def pin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
 
 
 def one_thread() -> dict[str, str]:
@@ -162,7 +170,8 @@ def show(speed: dict[str, list[dict[str, float]]], learnt: dict[str, list[list[f
 def describe() -> dict[str, Any]:
     import torch
 
-    return {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return versions | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
 
 
 if __name__ == "__main__":
