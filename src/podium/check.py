@@ -60,7 +60,7 @@ def check(settings: Settings) -> str:
 async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
     rollouts = settings.run.rollouts_per_prompt
-    with closing(make_engine(settings, policy, snapshot=settings.run.sync_every != 1)) as engine:
+    with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))

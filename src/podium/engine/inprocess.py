@@ -49,7 +49,8 @@ class Inprocess:
         is_half = policy.model.dtype != torch.float32
         if is_half and policy.peft is not None and snapshot:
             raise InputError(
-                "run.sync_every must be 1 with model.dtype = 'bfloat16': a snapshot would round the adapter"
+                "run.sync_every must be 1 and run.max_lag 0 with model.dtype = 'bfloat16': a snapshot would round the "
+                "adapter"
             )
         # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
         self._model = policy.model if is_half and policy.peft is not None else policy.twin

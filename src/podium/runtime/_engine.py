@@ -20,7 +20,10 @@ from podium.sync._probe import TOLERANCE
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    engine = find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    if hasattr(engine, "in_flight"):
+        engine.in_flight = settings.run.in_flight
+    return engine
 
 
 def make_rollout(

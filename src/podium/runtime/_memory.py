@@ -108,7 +108,7 @@ def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if policy.peft is None:
-        return 0 if settings.run.sync_every == 1 else trained
+        return trained if settings.plan.needs_snapshot else 0
     if policy.model.dtype != torch.float32:
         return 0  # it samples through the adapter's own layers
     adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
@@ -128,5 +128,5 @@ def _cache(settings: Settings, policy: Policy, longest: int) -> int:
 
 def num_slots(settings: Settings) -> int:
     """Rollouts that the in-process engine writes at the same time."""
-    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    rollouts = settings.plan.prompts_ahead * settings.run.rollouts_per_prompt
     return min(settings.engine.options.get("concurrency", rollouts), rollouts)
