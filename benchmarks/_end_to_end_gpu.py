@@ -38,6 +38,7 @@ RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
 CONTENDERS = ("podium", "podium-vllm", "trl-64", "trl-128")
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
+SYSTEM_TURN = {"role": "system", "content": SYSTEM}
 VLLM_MEMORY_SHARE = 0.3
 REWARD_WINDOW = 3
 """Steps over which the reward is averaged before it is compared with the threshold."""
@@ -355,7 +356,7 @@ def run_trl(work: Workload, folder: Path, num_steps: int, *, micro_batch: int) -
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     prompts = podium_prompts(tokenizer, work, num_steps)
     rows = [
-        {"prompt": [dict(turn) for turn in p.messages], "answer": p.answer, "prompt_tokens": len(p.token_ids)}
+        {"prompt": [SYSTEM_TURN, *map(dict, p.messages)], "answer": p.answer, "prompt_tokens": len(p.token_ids)}
         for p in prompts
     ]
     clock = make_trl_clock(work)

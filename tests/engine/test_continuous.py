@@ -1,10 +1,13 @@
 """Continuous batching over slots, run plainly on the CPU: the same answers as the reference path, however it is cut."""
 
+import copy
+
 import pytest
 import torch
 
 from podium.engine import _continuous
 from podium.engine._continuous import Continuous
+from podium.engine._joined import join_weights
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, twin_of
@@ -118,3 +121,20 @@ def test_new_weights_are_used_at_once() -> None:
     answer = continuous(asked, SAMPLING, made=made)[0]
     expected = sequence_logprobs(model, [5, 6, 7, *answer.token_ids[0]])[2:]
     assert answer.logprobs[0] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_joined_products_are_those_of_the_layers_one_by_one(shape: str) -> None:
+    """And weights that are loaded layer by layer afterwards are in them."""
+    model = a_model(shape)
+    sampled = copy.deepcopy(model)
+    join_weights(sampled)
+    made = Continuous(sampled, 8, None)
+    asked = [Request(0, (5, 6, 7), (1, 2))]
+    for factor in (1.0, 1.3):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                dict(sampled.named_parameters())[name].copy_(parameter.mul_(factor))
+        answer = continuous(asked, SAMPLING, made=made)[0]
+        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert logprobs == pytest.approx(sequence_logprobs(model, [5, 6, 7, *ids])[2:], abs=1e-4)

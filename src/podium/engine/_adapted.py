@@ -13,10 +13,13 @@ class AdaptedLinear(torch.nn.Module):
     def __init__(self, base: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
         self.weight, self.bias, self._scale = base.weight, base.bias, scale
-        self.out_features, self.in_features = base.out_features, base.in_features
-        a, b = (self.weight.new_zeros(shape) for shape in ((rank, base.in_features), (base.out_features, rank)))
-        self.register_buffer("a", a, persistent=False)
-        self.register_buffer("b", b, persistent=False)
+        self.out_features = base.out_features
+        shapes = {"a": (rank, base.in_features), "b": (base.out_features, rank)}
+        for name, shape in shapes.items():
+            self.register_buffer(name, base.weight.detach().new_zeros(shape), persistent=False)
+
+    a: torch.Tensor
+    b: torch.Tensor
 
     def load(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self.a.copy_(a)

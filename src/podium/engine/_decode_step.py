@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from podium.engine._decode_attention import CACHES, NAME, DecodeRows
+from podium.engine._joined import join_products
 from podium.engine._roster import ladder
 from podium.engine._sampling import draw, draw_by_block, draw_likeliest
 from podium.model.forward import head_weight, softcap
@@ -89,6 +90,7 @@ class DecodeStep:
         self._device = head_weight(model).device
         self._is_autocast = compute_dtype is not None
         self._model = twin_of(model)
+        join_products(self._model)
         self._model.set_attn_implementation(NAME)
         self.layers = attention_modules(self._model)
         self._add_caches()

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from podium.engine._adapted import AdaptedLinear
 from podium.engine._continuous import Continuous
 from podium.engine._draft import Draft
+from podium.engine._joined import join_weights
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
@@ -107,6 +108,7 @@ class Inprocess:
         for name, module in linears:
             if name in ranks:
                 self._model.set_submodule(name, AdaptedLinear(module, ranks[name], self._scale))
+        join_weights(self._model)
 
     def _captured_decoding(self) -> Continuous | None:
         """None, and a warning, where it cannot be."""
