@@ -112,6 +112,7 @@ def measure(args: argparse.Namespace, model: str, contender: str, folder: Path) 
     """Runs one contender to its end; what it printed is kept if it fails."""
     script = str(Path(__file__).parent / "end_to_end.py")
     numbers = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    chosen = ["--contenders", contender]
     command = [sys.executable, script, "--gpu", "--contender", contender, "--models", model, *numbers]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace, model: str, contender: str, folder: Path) 
     total = time.perf_counter() - started
     return summarise(steps, args.warmup, WORKLOADS[model].threshold) | {
         "whole_process_s": round(total, 1),
-        "command": " ".join(["python", "benchmarks/end_to_end.py", "--gpu", *sys.argv[2:]]),
+        "command": " ".join(["python", "benchmarks/end_to_end.py", "--gpu", "--models", model, *chosen, *numbers]),
         "date": now(),
         "versions": versions(),
     }
@@ -159,6 +160,9 @@ def summarise(steps: Sequence[Step], warmup: int, threshold: float | None) -> di
         "reward_first": rewards[0],
     }
     return {name: round(value, 5) for name, value in made.items()} | {
+        "stages_s_median": {
+            name: round(median(step.get(name, 0.0) for step in own), 4) for name in own[0] if name.startswith("time/")
+        },
         "optimizer_steps": sum(step["updates"] for step in steps),
         "seconds_to_threshold": seconds_to(threshold, steps),
         "seconds": [round(step["seconds"], 4) for step in steps],

@@ -26,9 +26,6 @@ STEPS_AHEAD = 4
 """Decode steps between two looks at what has ended."""
 MOST_PROMPT_TOKENS = 1 << 15
 """Of prompts that go through the model together."""
-CACHE_SHARE = 0.3
-"""Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
-COLUMN_STEP = 64
 
 
 @dataclass
@@ -110,16 +107,15 @@ class Continuous:
 
     def _capacity_for(self, requests: Sequence[Request], sampling: Sampling) -> Capacity:
         rollouts = sum(len(request.seeds) for request in requests)
-        longest = max(len(request.token_ids) for request in requests)
-        group = max(1, rollouts // len(requests))
-        columns, prompt_columns = (-(-n // COLUMN_STEP) * COLUMN_STEP for n in (sampling.max_new_tokens, longest))
-        made = []
-        for slots in ladder(min(self._concurrency, rollouts)):
-            prompts = max(2, min(len(requests), 2 * -(-slots // group)))  # stragglers hold on to theirs
-            made.append(Capacity(slots, columns, prompts, prompt_columns))
-        budget = CACHE_SHARE * device_bytes(self._device)
-        dtype = self._compute_dtype or self._model.dtype
-        return next((c for c in reversed(made) if c.cache_bytes(self._model.config, dtype) <= budget), made[0])
+        return Capacity.fitting(
+            self._model.config,
+            self._compute_dtype or self._model.dtype,
+            device_bytes(self._device),
+            rollouts=rollouts,
+            group=min(len(request.seeds) for request in requests),
+            concurrency=self._concurrency,
+            longest=(max(len(request.token_ids) for request in requests), sampling.max_new_tokens),
+        )
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> Iterator[list[Answer]]:

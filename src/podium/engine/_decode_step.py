@@ -25,6 +25,11 @@ from podium.model.load import twin_of
 from podium.model.logprobs import logits_of
 from podium.records import Sampling
 
+CACHE_SHARE = 0.3
+"""Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
+COLUMN_STEP = 64
+"""Room for tokens is made in steps, so that calls of about the same length use the same captured steps."""
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -36,6 +41,27 @@ class Capacity:
     prompts: int
     prompt_columns: int
     """Longest prompt."""
+
+    @classmethod
+    def fitting(
+        cls,
+        config: Any,
+        dtype: torch.dtype,
+        device_bytes: float,
+        *,
+        rollouts: int,
+        group: int,
+        concurrency: int,
+        longest: tuple[int, int],
+    ) -> Capacity:
+        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer."""
+        prompt_columns, columns = (-(-tokens // COLUMN_STEP) * COLUMN_STEP for tokens in longest)
+        made = []
+        for slots in ladder(min(rollouts, concurrency)):
+            prompts = min(-(-rollouts // group), 2 * -(-slots // group))  # twice: stragglers hold on to theirs
+            made.append(cls(slots, columns, max(2, prompts), prompt_columns))
+        budget = CACHE_SHARE * device_bytes
+        return next((each for each in reversed(made) if each.cache_bytes(config, dtype) <= budget), made[0])
 
     def with_room_for(self, other: Capacity) -> Capacity:
         mine, theirs = vars(self), vars(other)
