@@ -18,7 +18,7 @@ from tests.model.test_attention import SHAPES, a_model
 
 def continuous(asked: list[Request], sampling: Sampling, concurrency: int = 512, made: Continuous | None = None):
     made = made or Continuous(policy().twin, concurrency, None)
-    answers = [answer for some in made.generate(asked, sampling, 3) for answer in some]
+    answers = [answer for some in made.generate(asked, sampling, lambda: 3) for answer in some]
     return {answer.key: answer for answer in answers}
 
 
@@ -103,7 +103,7 @@ def test_fewer_rollouts_at_once_where_memory_is_short(monkeypatch: pytest.Monkey
 
 def test_given_up_in_the_middle_it_serves_the_next_call() -> None:
     made = Continuous(policy().twin, 8, None)
-    answers = made.generate(requests(9), SAMPLING, 0)
+    answers = made.generate(requests(9), SAMPLING, lambda: 0)
     assert next(answers)
     answers.close()
     assert_same(continuous(requests(4), SAMPLING, made=made), generate(Inprocess(policy()), requests(4), SAMPLING))
@@ -138,3 +138,22 @@ def test_joined_products_are_those_of_the_layers_one_by_one(shape: str) -> None:
         answer = continuous(asked, SAMPLING, made=made)[0]
         for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
             assert logprobs == pytest.approx(sequence_logprobs(model, [5, 6, 7, *ids])[2:], abs=1e-4)
+
+
+def test_weights_and_version_may_change_in_the_middle() -> None:
+    model = a_model("llama")
+    made, version = Continuous(twin_of(model), 8, None), [3]
+    asked = [Request(k, (5, 6, 7 + k), tuple(range(4))) for k in range(4)]
+    found: dict[int, Answer] = {}
+    for some in made.generate(asked, Sampling(max_new_tokens=12), lambda: version[0]):
+        found |= {answer.key: answer for answer in some}
+        if version[0] == 3:
+            version[0] = 4
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            made.take_weights()
+    assert set(found[0].policy_versions) == {(3, 3)}
+    assert set(found[3].policy_versions) == {(4, 4)}
+    last = sequence_logprobs(model, [*asked[3].token_ids, *found[3].token_ids[0]])[2:]
+    assert found[3].logprobs[0] == pytest.approx(last, abs=1e-4)

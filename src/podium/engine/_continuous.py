@@ -6,8 +6,8 @@ decoded for a few steps more, to no effect, and the device never waits for the h
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,18 @@ class Copy:
 
     seats: list[Seat]
     tensors: list[torch.Tensor]
-    event: Any = field(default=None)
+    version: int
+    """Of the weights when they set out."""
+    event: Any = None
 
     @classmethod
-    def of(cls, seats: list[Seat], *tensors: torch.Tensor) -> "Copy":
+    def of(cls, seats: list[Seat], *tensors: torch.Tensor, version: int = 0) -> "Copy":
         if not tensors[0].is_cuda:
-            return cls(seats, [tensor.clone() for tensor in tensors])
+            return cls(seats, [tensor.clone() for tensor in tensors], version)
         hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
         event = torch.cuda.Event()
         event.record()
-        return cls(seats, hosts, event)
+        return cls(seats, hosts, version, event)
 
     @property
     def is_there(self) -> bool:
@@ -105,6 +107,11 @@ class Continuous:
             self._step = DecodeStep(self._model, wanted, self._compute_dtype)
         return self._step
 
+    def take_weights(self) -> None:
+        """After new ones were laid into the model: what the steps keep a copy of."""
+        if self._step is not None:
+            self._step.take_head()
+
     def _capacity_for(self, requests: Sequence[Request], sampling: Sampling) -> Capacity:
         rollouts = sum(len(request.seeds) for request in requests)
         return Capacity.fitting(
@@ -118,18 +125,22 @@ class Continuous:
         )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> Iterator[list[Answer]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: Callable[[], int]
+    ) -> Iterator[list[Answer]]:
+        """`version` tells that of the weights; they may change between two items."""
         if not requests:
             return
         step = self.reserve(requests, sampling)
         key = step.begin(sampling)
         most = min(step.capacity.slots, self._concurrency)
         roster = Roster(requests, most, step.capacity.prompts, sampling.max_new_tokens - 1)
-        drafts = [Draft(request) for request in requests]
+        drafts: dict[int, Draft] = {}
         looks: deque[Copy] = deque()
         fetched: deque[Copy] = deque()
         while not roster.is_done or fetched:
-            self._admit(step, roster, requests, key)
+            for index in self._admit(step, roster, requests, key):
+                drafts[index] = Draft(requests[index], version())
             count = roster.steps_ahead(STEPS_AHEAD)
             self._decode(step, roster.slots, count, key)
             left = roster.advance(count)
@@ -137,20 +148,22 @@ class Continuous:
             while len(looks) > 1 or (looks and count == 0):
                 left += _ended(looks.popleft(), roster)
             if left:
-                fetched.append(self._fetch(step, left, sampling.max_new_tokens))
+                fetched.append(self._fetch(step, left, sampling.max_new_tokens, version()))
             whole = []
             while fetched and (fetched[0].is_there or not roster.slots):
                 whole += _deliver(fetched.popleft(), drafts, sampling)
             if whole:
-                yield [drafts[request].answer(version) for request in whole]
+                yield [drafts.pop(request).answer() for request in whole]
 
-    def _admit(self, step: DecodeStep, roster: Roster, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Rollouts that wait take free slots; prompts that are new go through the model, each once."""
+    def _admit(self, step: DecodeStep, roster: Roster, requests: Sequence[Request], sampling: Sampling) -> list[int]:
+        """Rollouts that wait take free slots; requests that are new, whose prompts go through the model, each once."""
         per_pass = max(1, MOST_PROMPT_TOKENS // step.capacity.prompt_columns)
+        admitted: list[int] = []
         while True:
             seats, prompts = roster.admit(per_pass)
             if not seats:
-                return
+                return admitted
+            admitted += prompts
             place_of = {seat.request: seat.prompt for seat in seats}
             if prompts:
                 self._prefill(step, [(place_of[index], requests[index].token_ids) for index in prompts])
@@ -198,10 +211,11 @@ class Continuous:
         slots = torch.tensor([seat.slot for seat in seats], dtype=torch.long)
         return Copy.of(seats, step.state.finished[self._to_device(slots)])
 
-    def _fetch(self, step: DecodeStep, seats: list[Seat], longest: int) -> Copy:
+    def _fetch(self, step: DecodeStep, seats: list[Seat], longest: int, version: int) -> Copy:
         """The answers of rollouts that ended, copied out before another takes their slots."""
         slots, state = self._to_device(torch.tensor([seat.slot for seat in seats])), step.state
-        return Copy.of(seats, state.drawn[slots], state.ids[slots, :longest], state.logprobs[slots, :longest])
+        tensors = (state.drawn[slots], state.ids[slots, :longest], state.logprobs[slots, :longest])
+        return Copy.of(seats, *tensors, version=version)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Without waiting for the device."""
@@ -215,13 +229,13 @@ def _ended(look: Copy, roster: Roster) -> list[Seat]:
     return roster.leave(slots)
 
 
-def _deliver(fetched: Copy, drafts: Sequence[Draft], sampling: Sampling) -> list[int]:
+def _deliver(fetched: Copy, drafts: Mapping[int, Draft], sampling: Sampling) -> list[int]:
     """Writes rollouts to their drafts; returns the requests that became whole."""
     whole = []
     counts, ids, logprobs = (tensor.tolist() for tensor in fetched.wait())
     for seat, count, row_ids, row_logprobs in zip(fetched.seats, counts, ids, logprobs, strict=True):
         reason = "stop" if row_ids[count - 1] in sampling.stop_ids else "length"
-        drafts[seat.request].add(seat.sample, row_ids[:count], row_logprobs[:count], reason)
+        drafts[seat.request].add(seat.sample, row_ids[:count], row_logprobs[:count], reason, fetched.version)
         if drafts[seat.request].is_whole:
             whole.append(seat.request)
     return whole

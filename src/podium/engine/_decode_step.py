@@ -149,14 +149,18 @@ class DecodeStep:
                 )
 
     def begin(self, sampling: Sampling) -> Sampling:
-        """Takes over what a call asks for and the weights as they are now; returns what captured steps depend on."""
+        """Takes over what a call asks for; returns what captured steps depend on."""
         self._limit.fill_(sampling.max_new_tokens)
         self._temperature.fill_(sampling.temperature or 1.0)
-        self._head.copy_(head_weight(self._model))
+        self.take_head()
         if sampling.stop_ids not in self._stop_ids:  # kept: captured steps read it
             self._stop_ids[sampling.stop_ids] = torch.tensor(sampling.stop_ids or (-1,), device=self._device)
         is_plain = sampling.top_k is None and sampling.top_p is None and sampling.temperature > 0
         return Sampling(0, 1.0 if is_plain else sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop_ids)
+
+    def take_head(self) -> None:
+        """The LM head's weights as they are now, in the step's precision."""
+        self._head.copy_(head_weight(self._model))
 
     def run(self, size: int, sampling: Sampling) -> None:
         """One token more for the first `size` rows."""

@@ -137,7 +137,7 @@ class Inprocess:
         assert self._continuous is not None
         try:
             self._continuous.reserve(requests, sampling)
-            [[answer]] = self._continuous.generate([PROBE], PROBE_SAMPLING, 0)
+            [[answer]] = self._continuous.generate([PROBE], PROBE_SAMPLING, lambda: 0)
             gap = self._gap(answer)
         except Exception as error:  # whatever a compiler, a kernel or another architecture's modules raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -163,7 +163,7 @@ class Inprocess:
                 yield answer
             return
         async with aclosing(
-            made_ahead(self._continuous.generate(requests, sampling, self.policy_version or 0))
+            made_ahead(self._continuous.generate(requests, sampling, lambda: self.policy_version or 0))
         ) as batches:
             async for some in batches:
                 for answer in some:
@@ -201,6 +201,8 @@ class Inprocess:
                     self._lay_over(layer, halves.pop("A"), halves.pop("B"))
             elif own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+        if self._continuous is not None:
+            self._continuous.take_weights()
 
     def _lay_over(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
         module = self._model.get_submodule(layer)
