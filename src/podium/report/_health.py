@@ -252,7 +252,7 @@ def _queues(facts: Facts) -> Iterator[Verdict]:
 
 
 def _workers(facts: Facts) -> Iterator[Verdict]:
-    usual = {"started", "restored", "committed", "finished", "stopped", "failed"}
+    usual = {"started", "restored", "finished", "stopped", "failed"}
     odd = Counter(str(event.get("event")) for event in facts.events if event.get("event") not in usual)
     if odd:
         text = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in odd.most_common(8))
