@@ -245,13 +245,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
     )
     command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
-    command(
-        "report",
-        report,
-        "the page of a run, or of a folder of runs, live on this machine",
-        ("run", {"type": Path, "metavar": "RUN"}),
-        ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}),
-    )
+    run = ("run", {"type": Path, "metavar": "RUN"})
+    port = ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"})
+    command("report", report, "the page of a run, or of a folder of runs, live on this machine", run, port)
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",

@@ -171,7 +171,7 @@ function momentLanes(figure, moments) {
 // One lane a stage; the laps of a step follow one another, everything else runs beside its rollouts.
 function lanes(figure, lines) {
   figure.textContent = "";
-  const beside = [...new Set(lines.flatMap(line => Object.keys(line)))].filter(name => /^time\/.*_s$/.test(name)).map(name => name.slice(5, -2)).filter(stage => !data.laps.includes(stage));
+  const beside = [...new Set(lines.flatMap(line => Object.keys(line)))].filter(name => /^time\/.*_s$/.test(name)).map(name => name.slice(5, -2)).filter(stage => !data.laps.includes(stage) && !/waits|overlapped/.test(stage));
   const has = stage => lines.some(line => line[`time/${stage}_s`] > 0);
   const rows = [...["rollout", ...beside, "pack", "train", "report", "sync", "eval", "checkpoint"], ...data.laps].filter((stage, index, all) => all.indexOf(stage) === index && has(stage));
   const width = Math.max(260, figure.clientWidth), left = 88, tall = 22, height = rows.length * tall + 24;
