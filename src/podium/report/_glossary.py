@@ -211,8 +211,8 @@ TIME = Chapter(
     (
         Metric(
             "time/rollout_s",
-            "waiting for rollouts and rewards, refills included; advantages and filter; in the async loop also for what "
-            "is being written to be done before a push",
+            "waiting for rollouts and rewards, refills included; advantages and filter; in the async loop also for "
+            "what is being written to be done before a push",
             "most of a step, as a rule: a faster engine pays first",
         ),
         Metric(
