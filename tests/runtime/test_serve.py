@@ -51,7 +51,7 @@ def test_a_run_through_the_server_learns_as_one_in_process_does(lora: bool, serv
     assert found == pytest.approx(expected, abs=1e-6)  # same seeds, same weights: the same rollouts
     assert sum(found[-4:]) / 4 > sum(found[:4]) / 4 + 0.1
     events = [json.loads(line) for line in (tmp_path / "served" / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["version"] for event in events if event["event"] == "pushed"] == list(range(15))
+    assert [event["policy_version"] for event in events if event["event"] == "pushed"] == list(range(15))
     with server.client() as http:
         assert http.get("/info").json()["claimed_by"] is None
 

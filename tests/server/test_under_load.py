@@ -63,3 +63,27 @@ def test_200_clients_during_reloads_get_one_version_each(server: Running, tmp_pa
     assert statuses[200] >= CLIENTS // 2
     assert len(by_version) >= 2  # the reloads did fall among the answers
     assert all(len(logprobs) == 1 for logprobs in by_version.values())  # same seeds, same weights, same answer
+
+
+def test_in_flight_weights_arrive_in_the_middle_of_answers(server: Running) -> None:
+    """Asked for, a swap does not wait: some rollouts begin under one version and end under the next."""
+    policy = load_policy(Model.model_validate({"device": "cpu", "lora": {"r": 4}}), seed=0)
+    old, new = (published(server.root, policy, version, seed=version, scale=0.1) for version in (200, 201))
+    asked = [{"key": k, "prompt_token_ids": [1, 5, 9], "seeds": [k, k + 100]} for k in range(40)]
+    body = {"requests": asked, "max_tokens": 400, "temperature": 1.5}
+
+    async def run() -> list[list[int]]:
+        headers = {"authorization": f"Bearer {server.token}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as client:
+            first = await client.post("/reload_weights", json={"id": old.name, "version": 200})
+            assert first.status_code == 200
+            answers = asyncio.create_task(client.post("/generate", json=body))
+            await asyncio.sleep(0.2)
+            second = await client.post("/reload_weights", json={"id": new.name, "version": 201, "in_flight": True})
+            assert second.status_code == 200
+            lines = (await answers).json()["answers"]
+            return [pair for line in lines for pair in line["policy_versions"]]
+
+    pairs = asyncio.run(run())
+    assert [200, 201] in pairs
+    assert all(first <= last for first, last in pairs)

@@ -15,7 +15,7 @@ from podium.model.load import Policy, load_policy
 from podium.sections import Lora, Model
 from podium.server.app import make_app
 from podium.server.auth import digest
-from podium.server.listen import listen, tcp_socket, unix_socket
+from podium.server.listen import listen, tcp_socket, unix_socket, url_of
 from podium.server.served import Maker, Served
 from podium.server.weights import AdapterShape
 from podium.settings import Settings, override, read_toml
@@ -53,11 +53,11 @@ def serve(options: ServeOptions, overrides: list[str]) -> int:
             root.mkdir(parents=True, exist_ok=True)
             served = Served(_maker(settings, weights, options.lora_rank), root.resolve())
             app = make_app(served, token, settings.engine.name, _log)
-            address = f"unix:{options.uds}" if options.uds else "http://{}:{}".format(*listener.getsockname()[:2])
 
             async def started() -> None:
                 await served.start()
-                _log(f"{options.model} by {settings.engine.name} at {address}, weights by id under {served.root}")
+                place = f"at {url_of(listener)}, weights by id under {served.root}"
+                _log(f"{options.model} by {settings.engine.name} {place}")
 
             try:
                 listen(app, listener, started)
