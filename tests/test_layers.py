@@ -14,6 +14,7 @@ BELOW_STAGES = {"errors", "records", "stages", "model"}
 ALLOWED = {
     "errors": set(),
     "records": set(),
+    "processes": set(),
     "stages": {"records"},
     "loop": {"errors", "records", "stages"},
     "evaluation": {"records", "stages"},
@@ -25,14 +26,15 @@ ALLOWED = {
     "model": {"errors", "records"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES,
-    "engine": BELOW_STAGES,
-    "reward": BELOW_STAGES | {"lookup"},  # a worker process finds its rewards by their names
+    "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
+    "reward": BELOW_STAGES | {"lookup", "processes"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
     "filter": {"records"},
     "pack": {"records"},
     "loss": BELOW_STAGES,
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
+    "server": BELOW_STAGES,  # it is handed an engine and never finds one
     "checkpoint": {"errors", "ledger", "records", "run_folder", "stages"},
     "report": {"errors", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},

@@ -51,7 +51,8 @@ class Engine(Protocol):
     """What rollout asks: ids in, ids and logprobs out.
 
     Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
-    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`.
+    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one
+    made of several has `score_each(token_ids)`; one that has something to tell on the way is given an `on_event`.
     """
 
     policy_version: int | None

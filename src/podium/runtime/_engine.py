@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from podium.sync._delivery import Delivery
 from podium.sync._probe import TOLERANCE
 
 
-def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
-    """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+def make_engine(
+    settings: Settings, policy: Policy, *, snapshot: bool, on_event: Callable[..., None] | None = None
+) -> Any:
+    """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` is told what happens to it."""
+    engine = find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    if on_event is not None and hasattr(engine, "on_event"):
+        engine.on_event = on_event
+    return engine
 
 
 def make_rollout(
