@@ -109,6 +109,15 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def serve(options: argparse.Namespace, overrides: list[str]) -> int:
+    try:
+        from podium.runtime._serve import ServeOptions, serve
+    except ModuleNotFoundError as error:
+        raise InputError(f"podium serve needs the package {error.name}; pip install 'podium-rl[server]'") from None
+    fields = ServeOptions.__dataclass_fields__
+    return serve(ServeOptions(**{name: getattr(options, name) for name in fields}), overrides)
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -156,6 +165,20 @@ def _console_mode(options: argparse.Namespace) -> str | None:
     return "json" if options.json else "quiet" if options.quiet else None
 
 
+SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
+    ("--host", {"default": "127.0.0.1"}),
+    ("--port", {"type": int, "default": 8000, "help": "0: any that is free"}),
+    ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
+    ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
+    ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),
+    ("--engine", {"default": "inprocess", "metavar": "NAME", "help": "inprocess (default) or vllm_local"}),
+    ("--tp", {"type": _positive, "metavar": "N", "help": "GPUs for one copy of the model"}),
+    ("--lora-rank", {"type": _positive, "metavar": "R", "help": "start ready for adapters of this rank"}),
+)
+"""Of `podium serve`; --model.key=value and --engine.key=value set the rest."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium",
@@ -201,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
     )
+    command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",
