@@ -46,6 +46,10 @@ class EngineError(PodiumError):
     """An engine returned an answer that cannot be right: wrong counts, unknown ids, logprobs that are no numbers."""
 
 
+class BusyError(EngineError):
+    """An engine cannot take a request now and asks to come back later."""
+
+
 class WeightsError(EngineError):
     """Weights that were handed to an engine are damaged, of another shape, not finite or not there."""
 

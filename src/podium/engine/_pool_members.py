@@ -18,10 +18,6 @@ OnEvent = Callable[..., None]
 """Told what happened: `on_event("worker_lost", worker="worker-1", reason="…")`."""
 
 
-class BusyError(EngineError):
-    """A member cannot take a request now and asks to come back later."""
-
-
 class LostError(EngineError):
     """The member went away while a request was open."""
 
