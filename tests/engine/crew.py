@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ class Crew:
         await self.supervisor.close()
 
     async def push(self, version: int) -> None:
-        await self.supervisor.push(Weights(Path(f"v{version}"), version), lambda: self.supervisor.start(self._launch, []))
+        begin = partial(self.supervisor.start, self._launch, [])
+        await self.supervisor.push(Weights(Path(f"v{version}"), version), begin)
 
     async def generate(self, count: int, rollouts: int = 2) -> list[Answer]:
         return [answer async for answer in self.dispatch.generate(a_call(count, rollouts), Sampling())]

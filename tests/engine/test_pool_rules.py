@@ -98,7 +98,7 @@ def test_whoever_goes_away_leaves_nothing_behind() -> None:
 
 
 def test_a_fixed_limit_stays_and_an_adaptive_one_is_found() -> None:
-    """64 to begin with; 8 more when others wait; a quarter less when a token takes more than twice the best time; half."""
+    """64 to begin with; 8 more when others wait; a quarter less when a token takes twice the best time; half."""
     fixed, adaptive = Limit(10), Limit(None)
     for limit in (fixed, adaptive):
         limit.finished(1.0, 100, group=8, wanted=True)
@@ -365,7 +365,7 @@ def test_a_pool_below_its_floor_for_too_long_fails() -> None:
 
         crew._prepare = lambda worker: setattr(worker, "load", lambda folder, version: hang(version))
         crew.workers[0].die()
-        with pytest.raises(EngineError, match="fewer than 2 engines in service for 0.5 s"):
+        with pytest.raises(EngineError, match=r"fewer than 2 engines in service for 0\.5 s"):
             await crew.supervisor._until(lambda: False)
 
     play(scene, rules={"floor": 2, "recovery_s": 0.5, "start_s": 30.0})

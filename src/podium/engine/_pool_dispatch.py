@@ -16,8 +16,8 @@ from podium.engine._pool_members import Member, Members, OnEvent
 from podium.errors import BusyError, EngineError
 from podium.records import Answer, Request, Sampling
 
-BUSY_S = 0.5
-"""A member that says it is busy is left alone for so long."""
+REST_S = 0.5
+"""A member that is busy, or failed at a request, is left alone for so long: by then it is known whether it is dead."""
 MAX_FAILED = 3
 """Requests in a row that a member may fail before it is taken for broken."""
 
@@ -77,7 +77,8 @@ class Dispatch:
                     busy_until = busy_until or monotonic() + self._terms.busy_s
                     if monotonic() > busy_until:
                         raise EngineError(f"{member.name} has been busy for {self._terms.busy_s:g} s") from error
-                    self._members.busy(member, BUSY_S)
+                    member.limit.refused()
+                    self._members.rest(member, REST_S)
                 except EngineError as error:
                     reasons.append(f"{member.name}: {error}")
                     self._failed(member, list(missing), reasons)
@@ -93,6 +94,7 @@ class Dispatch:
             arrived.put_nowait(error)
 
     def _failed(self, member: Member, missing: list[int], reasons: list[str]) -> None:
+        self._members.rest(member, REST_S)
         member.failed += 1
         if member.failed >= MAX_FAILED:
             member.accuse(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")

@@ -98,7 +98,7 @@ class Member:
     """Rises when new weights begin to be taken and when that ends: odd in between."""
     idle_since: float = field(default_factory=monotonic)
     not_before: float = 0.0
-    """Busy until then, by its own word."""
+    """It gets no request until then."""
     lost: str | None = None
     """Why it is out of service for good."""
     fault: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -185,9 +185,8 @@ class Members:
             member.idle_since = monotonic()
         self._hand_out()
 
-    def busy(self, member: Member, for_s: float) -> None:
-        """It refused: nothing for it for a while."""
-        member.limit.refused()
+    def rest(self, member: Member, for_s: float) -> None:
+        """Nothing for it for a while."""
         member.not_before = monotonic() + for_s
         asyncio.get_running_loop().call_later(for_s, self._hand_out)
 
