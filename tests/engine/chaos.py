@@ -44,17 +44,17 @@ class Run:
     process: subprocess.Popen[bytes]
     stderr: Path
     kills: list[dict[str, Any]] = field(default_factory=list)
+    _events: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+    """Bytes of the event log."""
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        try:
-            lines = (self.folder / "events.jsonl").read_text().splitlines()
-        except OSError:
-            return []
-        found = []
-        for line in lines:
-            with suppress(ValueError):  # the last line may be on its way
-                found.append(json.loads(line))
-        return [event for event in found if kind in (None, event["event"])]
+        with suppress(FileNotFoundError), (self.folder / "events.jsonl").open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]  # the last line may be on its way
+            self._events += [json.loads(line) for line in whole.splitlines()]
+            self._read += len(whole) + 1 if whole else 0
+        return [event for event in self._events if kind in (None, event["event"])]
 
     def until(self, holds: Any, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

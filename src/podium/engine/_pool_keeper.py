@@ -25,6 +25,8 @@ ANSWER_S = 20.0
 """For a fork or a burial."""
 CLOSE_S = 10.0
 PREFIX = "podium-pool-"
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
+"""A process without other threads forks safely; torch's are limited in the same way, where it is forked."""
 LONGEST_SOCKET = 100
 """Bytes of a unix socket's path; the kernel takes a few more."""
 BOOT = """
@@ -45,6 +47,7 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._abandoned: set[asyncio.Future[None]] = set()
 
     @property
     def pid(self) -> int | None:
@@ -58,7 +61,13 @@ class Keeper:
 
     async def start(self, path: Path) -> int:
         """The pid of a new worker, which is about to listen at the socket of that path."""
-        answer = await self._ask({"start": str(path)})
+        asking = asyncio.ensure_future(self._ask({"start": str(path)}))
+        try:
+            answer = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._abandoned.add(abandoning := asyncio.ensure_future(self._abandon(asking)))
+            abandoning.add_done_callback(self._abandoned.discard)
+            raise
         if "pid" not in answer:
             raise EngineError(f"no worker could be started: {answer.get('error')}")
         return answer["pid"]
@@ -68,16 +77,22 @@ class Keeper:
         if self._process is None or self._process.poll() is not None:
             return None
         try:
-            return (await self._ask({"bury": pid}))["status"]
+            return (await asyncio.shield(self._ask({"bury": pid})))["status"]
         except EngineError:
             return None
 
+    async def _abandon(self, asking: asyncio.Future[dict[str, Any]]) -> None:
+        """Nobody waits any more for the worker that was asked for."""
+        with suppress(EngineError):
+            if pid := (await asking).get("pid"):
+                await self.bury(pid)
+
     async def remember(self, published: Path) -> None:
         """A published folder elsewhere, to be removed should the driver die."""
-        await self._ask({"remember": str(published)})
+        await asyncio.shield(self._ask({"remember": str(published)}))
 
     async def forget(self, published: Path) -> None:
-        await self._ask({"forget": str(published)})
+        await asyncio.shield(self._ask({"forget": str(published)}))
 
     def close(self) -> None:
         """It sees its socket closed, kills every worker and ends."""
@@ -91,6 +106,7 @@ class Keeper:
         self._control = self._process = None
 
     async def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Not to be given up half-way: the next one would read this one's answer."""
         loop = asyncio.get_running_loop()
         async with self._one_at_a_time:
             control = await self._started()
@@ -128,7 +144,7 @@ class Keeper:
                 stdin=file,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | self._given["environment"],
+                env=os.environ | ENVIRONMENT,
                 start_new_session=True,  # an interrupt from the keyboard is for the driver alone
             )
         try:

@@ -89,7 +89,7 @@ class Supervisor:
     def __init__(
         self, members: Members, rules: Rules, pulse: Pulse, new_limit: Callable[[], Limit], on_event: OnEvent
     ) -> None:
-        self._members, self._rules, self._pulse = members, rules, pulse
+        self._members, self.rules, self._pulse = members, rules, pulse
         self._new_limit, self._on_event = new_limit, on_event
         self.seats: list[Seat] = []
         self._launch: Launch | None = None
@@ -106,11 +106,12 @@ class Supervisor:
         """Fills every seat; the first weights have to be known."""
         self._launch = local
         if local is not None:
-            for _ in range(self._rules.replicas[0]):
+            for _ in range(self.rules.replicas[0]):
                 self._add_seat()
         for name, launch in servers:
             self._take(Seat(name, launch, is_local=False))
         self._tending = asyncio.create_task(self._tend())
+        self._tending.add_done_callback(self._broke)
 
     async def close(self) -> None:
         tasks = [task for task in (self._tending, *(seat.task for seat in self.seats)) if task is not None]
@@ -130,7 +131,7 @@ class Supervisor:
                 raise WeightsError(f"no member took version {weights.version}: {self._problems()}")
             if before is None:
                 await self._until(lambda: all(seat.was_tried for seat in self.seats))
-            await self._until(lambda: self._num_proven(weights.version) >= self._rules.floor)
+            await self._until(lambda: self._num_proven(weights.version) >= self.rules.floor)
 
     async def score_each(self, token_ids: list[int]) -> dict[str, list[float]]:
         """By every member in service; remembered, for those who come later."""
@@ -152,7 +153,7 @@ class Supervisor:
 
     async def _score(self, member: Member, token_ids: list[int]) -> list[float] | None:
         try:
-            return await member.attempt(member.worker.engine.score(token_ids), self._rules.start_s)
+            return await member.attempt(member.worker.engine.score(token_ids), self.rules.start_s)
         except InputError:
             raise
         except (EngineError, OSError) as error:
@@ -176,7 +177,7 @@ class Supervisor:
     async def _load(self, member: Member, weights: Weights) -> Exception | None:
         member.loads += 1
         try:
-            await member.attempt(member.worker.load(weights.folder, weights.version), self._rules.start_s)
+            await member.attempt(member.worker.load(weights.folder, weights.version), self.rules.start_s)
             confirmed = member.worker.engine.policy_version
             if confirmed != weights.version:
                 return EngineError(f"it says that it holds version {confirmed}")
@@ -195,6 +196,13 @@ class Supervisor:
     def _take(self, seat: Seat) -> None:
         self.seats.append(seat)
         seat.task = asyncio.create_task(self._keep(seat))
+        seat.task.add_done_callback(self._broke)
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """A mistake in the pool itself must not leave a place empty in silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = EngineError(f"the pool itself failed: {type(error).__name__}: {error}")
+            self._members.fail(self.failure)
 
     async def _keep(self, seat: Seat) -> None:
         """The life of a seat: one member after the other."""
@@ -203,7 +211,7 @@ class Supervisor:
             if member is None:
                 seat.failed_starts += 1
                 await self._notify()
-                if seat.is_local and seat.failed_starts > self._rules.max_restarts:
+                if seat.is_local and seat.failed_starts > self.rules.max_restarts:
                     seat.given_up = True
                     self._on_event("seat_given_up", worker=seat.name, reason=seat.last_problem)
                     await self._notify()
@@ -222,7 +230,7 @@ class Supervisor:
         seat.started += 1
         began, worker = monotonic(), None
         try:
-            async with asyncio.timeout(self._rules.start_s):
+            async with asyncio.timeout(self.rules.start_s):
                 worker = await seat.launch(f"{seat.name}.{seat.started}")
                 member = Member(
                     f"{seat.name}.{seat.started}" if seat.is_local else seat.name, worker, self._new_limit()
@@ -236,7 +244,7 @@ class Supervisor:
             if isinstance(error, InputError):  # another start would not help
                 self.failure = error
             took_long = isinstance(error, TimeoutError)
-            seat.last_problem = f"not ready within {self._rules.start_s:g} s" if took_long else str(error)
+            seat.last_problem = f"not ready within {self.rules.start_s:g} s" if took_long else str(error)
             self._on_event("start_failed", worker=seat.name, reason=seat.last_problem)
             return None
         self._members.add(member)
@@ -265,7 +273,7 @@ class Supervisor:
             if probe is not None and probe.version == weights.version:
                 found = await member.worker.engine.score(probe.token_ids)
                 gap = sum(abs(a - b) for a, b in zip(found, probe.logprobs, strict=True)) / len(found)
-                if not gap <= self._rules.tolerance:
+                if not gap <= self.rules.tolerance:
                     raise EngineError(
                         f"{member.name} says that it holds version {weights.version}, but its logprobs differ from "
                         f"the others' by {gap:.2e} on average"
@@ -298,7 +306,7 @@ class Supervisor:
         await self._notify()
 
     def _check_floor(self) -> None:
-        floor, rules = self._rules.floor, self._rules
+        floor, rules = self.rules.floor, self.rules
         if self._num_open() < floor:
             self.failure = EngineError(
                 f"{self._num_open()} of the pool's engines are left and engine.floor = {floor}; {self._problems()}"
@@ -314,7 +322,7 @@ class Supervisor:
                 )
 
     def _scale(self) -> None:
-        least, most = self._rules.replicas
+        least, most = self.rules.replicas
         local = [seat for seat in self.seats if seat.is_local and not seat.retiring and not seat.given_up]
         waiting = self._members.waiting_since
         if waiting is not None and monotonic() - waiting > SCALE_UP_S:
@@ -326,7 +334,7 @@ class Supervisor:
         longest = min(idle, key=lambda seat: seat.member.idle_since, default=None)  # type: ignore[union-attr]
         if len(local) > least and longest is not None and longest.member is not None:
             for_s = monotonic() - longest.member.idle_since
-            if for_s > self._rules.idle_s:
+            if for_s > self.rules.idle_s:
                 longest.retiring = True
                 longest.member.accuse(f"retired: idle for {for_s:.0f} s")
                 self._on_event("scaled", members=len(local) - 1, before=len(local), reason=f"idle for {for_s:.0f} s")

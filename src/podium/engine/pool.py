@@ -8,7 +8,7 @@ the order of the requests for that reason, others as they become whole.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,6 +34,7 @@ DEFAULT_REPLICAS = (2, 2)
 DEFAULT_CONCURRENCY = {"inprocess": 64, "vllm_local": 256, None: 256}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Of a new member's logprobs from those of the others, on average."""
+IDLE_S = 60.0
 CLOSE_S = 60.0
 MAX_CALLS = 4096
 """Connections to one member; how much it is asked is decided before."""
@@ -85,47 +86,27 @@ class Pool:
         self.policy_version: int | None = None
         self.on_event: OnEvent = lambda kind, **details: None
         """Told what happens to members; a run writes it to its event log."""
-        self._policy = policy
-        self._of = of or (None if urls else "inprocess")
-        self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
-        self.dtype = member.get("dtype") or ("bfloat16" if self._of == "vllm_local" and _on_gpu(policy) else "float32")
+        self.in_flight = False
+        """Whether servers take new weights in the middle of answers; a schedule sets it before the first push."""
         self.outlives_run = bool(urls)
-        self._folder: PoolFolder | None = None
-        self._held: list[Path] = []
-        self._keeper: Keeper | None = None
-        self._thread = PoolThread()
-        self._members = Members()
-        self._claimed: tuple[str, str] | None = None
-        most = (replicas or DEFAULT_REPLICAS)[1] if self._of else 0
-        self._given = {
-            "model": model_of(policy),
-            "engine": self._of,
-            "options": member,
-            "threads": max(1, torch.get_num_threads() // max(1, most)),
-            "environment": {},
-        }
-        rules = Rules(
-            replicas=replicas or DEFAULT_REPLICAS,
-            floor=floor,
-            max_restarts=max_restarts,
-            start_s=start_s,
-            recovery_s=recovery_s,
-            idle_s=idle_s or 60.0,
-            tolerance=TOLERANCE[self.dtype],
-        )
-        terms = Terms(
-            prompts_per_request=prompts_per_request or (4 if self._of == "inprocess" else 1),
-            in_order=self._of == "inprocess",
-            max_redispatches=max_redispatches,
-            request_s=request_s,
-            busy_s=recovery_s,
-        )
-        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY[self._of]
-        self._supervisor = Supervisor(
-            self._members, rules, Pulse(frozen_s, stalled_s), lambda: Limit(fixed), self._tell
-        )
-        self._dispatch = Dispatch(self._members, terms, self._tell)
+        self._policy, self._of = policy, of or (None if urls else "inprocess")
+        self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
         self._start_s, self._request_s = start_s, request_s
+        self.dtype = self._precision(member.get("dtype"), floor)
+        limits = (max_restarts, start_s, recovery_s, idle_s or IDLE_S, TOLERANCE[self.dtype])
+        rules = Rules(replicas or DEFAULT_REPLICAS, floor, *limits)
+        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY[self._of]
+        is_exact = self._of == "inprocess"
+        terms = Terms(prompts_per_request or (4 if is_exact else 1), is_exact, max_redispatches, request_s, recovery_s)
+        self._members, self._thread = Members(), PoolThread()
+        self._dispatch = Dispatch(self._members, terms, self._tell)
+        pulse = Pulse(frozen_s, stalled_s)
+        self._supervisor = Supervisor(self._members, rules, pulse, lambda: Limit(fixed), self._tell)
+        self._member_options = member
+        self._folder: PoolFolder | None = None
+        self._keeper: Keeper | None = None
+        self._held: list[Path] = []
+        self._claimed: tuple[str, str] | None = None
 
     @staticmethod
     def refuse(**options: Any) -> None:
@@ -156,7 +137,13 @@ class Pool:
         """Where published weights are read; made, and its keeper started, when it is first asked for."""
         if self._folder is None:
             self._folder = PoolFolder()
-            self._keeper = Keeper(self._folder.path, self._given, self._start_s)
+            given = {
+                "model": model_of(self._policy),
+                "engine": self._of,
+                "options": self._member_options,
+                "threads": max(1, torch.get_num_threads() // self._supervisor.rules.replicas[1]),
+            }
+            self._keeper = Keeper(self._folder.path, given, self._start_s)
             asyncio.run_coroutine_threadsafe(self._keeper.begin(), self._thread.loop)
         return self._folder.weights
 
@@ -235,7 +222,25 @@ class Pool:
         """Waits for its first answer, on a thread of its own."""
         token_file = None if url.startswith("unix:") else self._token_file
         limits = {"timeout_s": self._request_s, "concurrency": MAX_CALLS}
-        return VllmServer(self._policy, url=url, token_file=token_file, **limits)
+        engine = VllmServer(self._policy, url=url, token_file=token_file, **limits)
+        engine.in_flight = self.in_flight
+        return engine
+
+    def _precision(self, of_processes: str | None, floor: int) -> str:
+        """The coarsest that members compute in. Servers are asked, so one with another model is refused now."""
+        found = set()
+        if self._of is not None:
+            on_gpu = self._of == "vllm_local" and self._policy.device.type == "cuda"
+            found.add(of_processes or ("bfloat16" if on_gpu else "float32"))
+        problems: list[EngineError] = []
+        for url in self._urls:
+            try:
+                found.add(self._connect(url).dtype)
+            except EngineError as error:
+                problems.append(error)
+        if self._of is None and len(self._urls) - len(problems) < floor:
+            raise problems[0]
+        return "bfloat16" if "bfloat16" in found else "float32"
 
     async def _end(self) -> None:
         servers = [member.worker.engine for member in self._members if member.worker.pid is None]
@@ -244,13 +249,10 @@ class Pool:
             await asyncio.to_thread(engine.close)
 
     def _tell(self, kind: str, **details: Any) -> None:
-        self.on_event(kind, **details)
+        with suppress(OSError):  # a full disk is found out by whoever writes what cannot be missed
+            self.on_event(kind, **details)
 
 
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
-
-
-def _on_gpu(policy: Policy) -> bool:
-    return policy.device.type == "cuda"

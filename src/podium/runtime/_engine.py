@@ -61,9 +61,15 @@ async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str
             remove_published(folder)
 
 
+def max_engine_tokens(settings: Settings) -> int:
+    """Prompt and answer that the engine takes by its own options; those of a pool's members stand in `member`."""
+    options = settings.engine.options
+    return (options | options.get("member", {})).get("max_context_tokens") or sys.maxsize
+
+
 def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
     """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
-    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
+    longest = min(64, max_engine_tokens(settings) - 1)
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
     return (ids * 2)[: max(2, min(longest, len(ids)))]
 

@@ -51,7 +51,11 @@ class Keeper:
     def prepare(self) -> None:
         given = self._given
         if given["engine"] == "inprocess" and given["model"]["device"] == "cpu":
+            os.environ["OMP_NUM_THREADS"] = "1"  # read by torch as it is imported: no threads before a fork
             self._loaded = _load(given)
+            import podium.server.app  # each worker would have to import it
+            import podium.server.listen  # noqa: F401
+
             gc.freeze()  # or every worker's collector would copy the pages it looks at
 
     def answer(self, answer: Mapping[str, Any]) -> None:
