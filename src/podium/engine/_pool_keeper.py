@@ -95,8 +95,10 @@ class Keeper:
         await asyncio.shield(self._ask({"forget": str(published)}))
 
     def close(self) -> None:
-        """It sees its socket closed, kills every worker and ends."""
+        """It is told so, kills every worker and ends."""
         if self._control is not None:
+            with suppress(OSError):
+                self._control.send(b'{"close": true}')
             self._control.close()
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):

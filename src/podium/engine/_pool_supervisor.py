@@ -138,12 +138,12 @@ class Supervisor:
         self.raise_failure()
         assert self.weights is not None
         version = self.weights.version
-        await self._until(lambda: len(self._members) > 0)
-        asked = list(self._members)
-        found = await asyncio.gather(*(self._score(member, token_ids) for member in asked))
-        scores = {member.name: row for member, row in zip(asked, found, strict=True) if row is not None}
-        if not scores:
-            raise EngineError(f"no member could score the probe: {self._problems()}")
+        scores: dict[str, list[float]] = {}
+        while not scores:  # those who were asked may all be lost on the way
+            await self._until(lambda: len(self._members) > 0)
+            asked = list(self._members)
+            found = await asyncio.gather(*(self._score(member, token_ids) for member in asked))
+            scores = {member.name: row for member, row in zip(asked, found, strict=True) if row is not None}
         self._probe = Probe(version, token_ids, next(iter(scores.values())))
         return scores
 
@@ -158,6 +158,7 @@ class Supervisor:
             raise
         except (EngineError, OSError) as error:
             member.accuse(f"could not score the probe: {error}")
+            self._members.remove(member, f"could not score the probe: {error}")
             return None
 
     async def _tell(self, members: Sequence[Member], weights: Weights) -> bool:

@@ -67,9 +67,7 @@ class Pool:
         ] = None,
         prompts_per_request: Annotated[
             Annotated[int, Field(ge=1)] | None,
-            Field(
-                description="prompts that one member gets together; by default 4 inprocess, where they share a batch"
-            ),
+            Field(description="prompts that a member gets together; by default 4 inprocess, where they share a batch"),
         ] = None,
         floor: Annotated[int, Field(ge=1, description="members that must be in service, or the run fails")] = 1,
         max_restarts: Annotated[int, Field(ge=0, description="starts in a row that may fail in one place")] = 5,
@@ -78,9 +76,7 @@ class Pool:
         stalled_s: Annotated[Seconds, Field(description="and one that wrote no token for so long")] = 60.0,
         start_s: Annotated[Seconds, Field(description="for a member to start and take weights")] = 300.0,
         recovery_s: Annotated[Seconds, Field(description="with fewer than `floor` for so long, the run fails")] = 120.0,
-        idle_s: Annotated[
-            Seconds | None, Field(description="idle members beyond the fewest end; by default 60")
-        ] = None,
+        idle_s: Annotated[Seconds | None, Field(description="after which spare members end; by default 60")] = None,
         request_s: Annotated[Seconds, Field(description="for one request")] = 3600.0,
     ) -> None:
         self.policy_version: int | None = None

@@ -13,12 +13,15 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from podium.processes import adopt_orphans, bury, die_with_parent, kill_strays
+
+DYING_S = 3.0
 
 
 def main(given: Mapping[str, Any]) -> None:
@@ -45,6 +48,8 @@ class Keeper:
         self._elsewhere: set[Path] = set()
         """Published folders that go with the driver."""
         self._workers: set[int] = set()
+        self._is_told = False
+        """That the driver has no more use for it."""
         self._loaded: Any = None
         """Policy and engine, where workers are forks of them."""
 
@@ -73,7 +78,11 @@ class Keeper:
                 break
             if not message:
                 break
-            self.answer(self._obey(json.loads(message)))
+            order = json.loads(message)
+            if "close" in order:
+                self._is_told = True
+                break
+            self.answer(self._obey(order))
         self.end()
 
     def end(self, *_: object) -> None:
@@ -82,12 +91,19 @@ class Keeper:
         for worker in list(self._workers):
             self._bury(worker)
         kill_strays(())
-        if os.getppid() != self._driver:
+        if not self._is_told and self._is_alone():
             shutil.rmtree(self._folder, ignore_errors=True)
             for published in self._elsewhere:
                 published.with_name(f"{published.name}.json").unlink(missing_ok=True)
                 shutil.rmtree(published, ignore_errors=True)
         os._exit(0)
+
+    def _is_alone(self) -> bool:
+        """Whether the driver is gone. Its sockets close, and its threads end, a moment before it does."""
+        deadline = time.monotonic() + DYING_S
+        while os.getppid() == self._driver and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return os.getppid() != self._driver
 
     def _obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
         if "start" in order:
