@@ -72,9 +72,10 @@ class Keeper:
             raise EngineError(f"no worker could be started: {answer.get('error')}")
         return answer["pid"]
 
-    async def bury(self, pid: int) -> int | None:
-        """Kills a worker's process group; its exit status, negative for a signal, None if the keeper is gone too."""
-        if self._process is None or self._process.poll() is not None:
+    async def bury(self, pid: int, keeper: int | None) -> int | None:
+        """Kills a worker's process group; its exit status, negative for a signal. None if the `keeper` that started it
+        is gone, and the worker with it: another is not asked, which may be starting still."""
+        if self._process is None or self._process.pid != keeper or self._process.poll() is not None:
             return None
         try:
             return (await asyncio.shield(self._ask({"bury": pid})))["status"]
@@ -85,7 +86,7 @@ class Keeper:
         """Nobody waits any more for the worker that was asked for."""
         with suppress(EngineError):
             if pid := (await asking).get("pid"):
-                await self.bury(pid)
+                await self.bury(pid, self.pid)
 
     async def remember(self, published: Path) -> None:
         """A published folder elsewhere, to be removed should the driver die."""

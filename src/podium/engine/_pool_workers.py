@@ -69,7 +69,8 @@ class LocalWorker:
     def __init__(self, keeper: Keeper, pid: int, path: Path) -> None:
         self.engine: Any = None
         self.pid: int | None = pid
-        self._keeper, self._path, self._pid = keeper, path, pid
+        self._keeper, self._keeper_pid = keeper, keeper.pid
+        self._path, self._pid = path, pid
         self._pinger = Pinger(f"unix:{path}")
         self._burial: asyncio.Task[int | None] | None = None
 
@@ -111,7 +112,7 @@ class LocalWorker:
 
     async def _bury(self) -> int | None:
         if self._burial is None:
-            self._burial = asyncio.ensure_future(self._keeper.bury(self._pid))
+            self._burial = asyncio.ensure_future(self._keeper.bury(self._pid, self._keeper_pid))
         return await asyncio.shield(self._burial)
 
 
