@@ -15,6 +15,7 @@ ALLOWED = {
     "errors": set(),
     "plan": set(),
     "records": {"plan"},
+    "processes": set(),
     "stages": {"records"},
     "clock": {"records"},
     "loop": {"clock", "errors", "records", "stages"},
@@ -29,8 +30,8 @@ ALLOWED = {
     "model": {"errors", "records"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES,
-    "engine": BELOW_STAGES,
-    "reward": BELOW_STAGES | {"lookup"},  # a worker process finds its rewards by their names
+    "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
+    "reward": BELOW_STAGES | {"lookup", "processes"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
     "filter": {"records"},
     "pack": {"records"},

@@ -124,6 +124,8 @@ class Settings(Section):
         given = {section: getattr(self, section) for section in CHOICES}
         given["sync"] = self._with_channel()
         resolved = {section: choice.resolved(section, section) for section, choice in given.items()}
+        if refuse := getattr(find("engine", self.engine.name), "refuse", None):
+            refuse(**resolved["engine"].options)
         rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
         if rollout.get("temperature") == 0:
             raise InputError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from podium.errors import EngineError, InputError, WeightsError
+from podium.errors import BusyError, EngineError, InputError, WeightsError
 
 RETRIES = 2
 BACKOFF_S = 0.2
@@ -131,6 +131,8 @@ class Connection:
             )
         if path == "/reload_weights" and status in (403, 404, 422):
             kind = WeightsError
+        elif status == 503:
+            kind = BusyError
         elif status in (400, 413, 415, 422) or (path == "/claim" and status == 409):
             kind = InputError  # a claim that was lost later is the engine's doing
         raise kind(f"engine {self.url} answered {status}: {told}")

@@ -3,7 +3,6 @@
 import inspect
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from podium.reward._combine import NamedReward
 from podium.reward._contract import declared_range
 from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
+from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
 from podium.sections import CorrectionSection, DataSource, Reward
 from podium.settings import Settings
@@ -78,7 +78,7 @@ def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
 def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
     """The rows of all sources, rendered, in the run's order."""
     max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
-    context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
+    context = min(policy.max_context_tokens, max_engine_tokens(settings))
     fits = context - max_new_tokens
     if fits < 1:
         raise InputError(

@@ -53,7 +53,7 @@ def local(
     held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
-    engine = make_engine(settings, policy, snapshot=plan.needs_snapshot)
+    engine = make_engine(settings, policy, snapshot=plan.needs_snapshot, on_event=folder.event)
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
