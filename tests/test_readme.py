@@ -69,5 +69,6 @@ def test_every_metric_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     missing = {name for name in written if f"`{name}`" not in explained} - {
         "reward/arithmetic_mean",
         "reward/kept_arithmetic_mean",
+        "eval/verifier/arithmetic",
     }
     assert not missing

@@ -1,6 +1,7 @@
 """The command `podium`. Nothing heavy is imported before a command needs it."""
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -65,32 +66,47 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.settings import Settings, override, read_toml
+    from podium.scorecard import as_text, compared, comparison_data, results_file, verdict
+    from podium.trained import find_trained
 
-    target = Path(options.model)
-    is_run = (target / "settings.toml").is_file()
-    if options.settings is None and not is_run:
-        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
-    tables = read_toml(options.settings or target / "settings.toml")
-    if is_run:
-        tables["model"] = read_toml(target / "settings.toml")["model"]  # the run's weights belong to its own model
-    tables = override(tables, overrides)
-    adapter = target / "adapter_config.json"
-    weights = target / "final" if is_run else target if adapter.is_file() else None
-    if weights is not None and not weights.is_dir():
-        raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
-    if not is_run:
-        name = json.loads(adapter.read_text())["base_model_name_or_path"] if weights else options.model
-        tables.setdefault("model", {})["name"] = name
-    settings = Settings.from_dict(tables)
-    from podium.run import evaluate as run
+    if options.out is not None and options.out.exists():
+        raise InputError(f"{options.out} is there already; give a new file")
+    found = [(target, find_trained(target)) for target in (options.model, options.against) if target is not None]
+    tables = _eval_tables(options.settings, found[0][1].run, options.model)
+    settings = [_eval_settings(tables, trained, overrides) for _, trained in found]
+    from podium.run import held_out_results
 
-    metrics = run(settings, weights)
-    if options.json:
-        print(json.dumps(metrics))
-    else:
-        print("\n".join(f"{name:<20} {value:.4g}" for name, value in metrics.items()))
+    results = [held_out_results(s, trained.weights) for s, (_, trained) in zip(settings, found, strict=True)]
+    told = [results_file(target, s.to_dict(), r) for (target, _), s, r in zip(found, settings, results, strict=True)]
+    text, data, flat = as_text(results[0]), dict(told[0]), results[0].metrics()
+    if options.against is not None:
+        made = compared(*results)
+        said = verdict(*made, options.model, options.against)
+        pair = comparison_data(*made, said)
+        data |= {"against": told[1], "comparison": pair}
+        flat |= {"against": results[1].metrics(), "comparison": pair}
+        text = f"{options.model}\n{text}\n\n{options.against}\n{as_text(results[1])}\n\n{said}"
+    if options.out is not None:
+        options.out.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    print(json.dumps(flat) if options.json else text)
     return 0
+
+
+def _eval_tables(settings: Path | None, run: Any, target: str) -> dict[str, Any]:
+    from podium.settings import read_toml
+
+    if settings is None and run is None:
+        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
+    return read_toml(settings or run.settings)
+
+
+def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -> Any:
+    """The tables with the model that is asked; a run's weights belong to its own model as a whole."""
+    from podium.settings import Settings, override
+
+    own = trained.model if trained.run else tables.get("model", {})
+    made = override({**copy.deepcopy(tables), "model": copy.deepcopy(own)}, overrides)
+    return Settings.from_dict(made if trained.run else {**made, "model": {**made["model"], **trained.model}})
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -188,9 +204,11 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "eval",
         evaluate,
-        "held-out accuracy of a model or a run",
+        "held-out accuracy of a model or a run, with intervals; two of them compared",
         ("model", {"metavar": "MODEL|RUN"}),
         ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
+        ("--against", {"metavar": "MODEL|RUN", "help": "a second one, on the same prompts"}),
+        ("--out", {"type": Path, "metavar": "FILE", "help": "writes numbers, settings and every rollout as JSON"}),
         as_json,
     )
     command(

@@ -381,6 +381,8 @@ class EvalReport:
     metrics: Mapping[str, float]
     """`eval/*`"""
     seconds: float
+    groups: tuple[Group, ...] = ()
+    """Every held-out prompt with its rollouts, scored."""
 
 
 @dataclass(frozen=True)

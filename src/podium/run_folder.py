@@ -1,6 +1,6 @@
 """A run is a folder: its files by name, its lock and its status.
 
-settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/  checkpoints/  final/
+settings.toml  status.json  metrics.jsonl  events.jsonl  report.html  rollouts/  evals/  checkpoints/  final/
 """
 
 import fcntl
@@ -23,6 +23,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.rollouts = path / "rollouts"
+        self.evals = path / "evals"
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.page = path / "report.html"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podium.ledger import Ledger
-from podium.records import EvalReport, StepReport
+from podium.records import EvalReport, Group, StepReport
 
 
 class Jsonl:
@@ -26,6 +26,7 @@ class Jsonl:
             "time/eval_s": report.seconds,
         }
         self._ledger.add_line({**line, **_rounded(report.metrics)})
+        self._ledger.add_held_out(report.step, list(held_out_lines(report.groups)))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Nothing is left to write."""
@@ -54,6 +55,24 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "finish_reason": rollout.finish_reason,
                 "token_ids": list(rollout.token_ids),
                 "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
+            }
+
+
+def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """One line a rollout of an evaluation."""
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            yield {
+                "ordinal": group.prompt.ordinal,
+                "sample_index": rollout.sample_index,
+                "prompt": group.prompt.question,
+                "answer": group.prompt.answer,
+                "text": rollout.text,
+                "reward": group.rewards[index],
+                "reward_parts": dict(group.reward_parts[index]),
+                "correct": group.correct[index],
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.token_ids),
             }
 
 

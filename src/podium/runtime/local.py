@@ -86,6 +86,8 @@ def local(
             lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
+            settings.eval.ks,
+            held_out.tables if held_out else None,
         ),
         stop_requested=stop_requested,
     )
