@@ -24,6 +24,7 @@ ALLOWED = {
     "settings": {"errors", "lookup", "records", "sections"},
     "run_folder": {"errors"},
     "trained": {"errors", "run_folder", "settings"},
+    "model_card": {"ledger", "run_folder", "settings"},
     "ledger": {"errors", "run_folder"},
     "model": {"errors", "records"},
     "data": BELOW_STAGES,
@@ -42,7 +43,7 @@ ALLOWED = {
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-TOP = {"__init__", "runtime", "run", "check", "workbench", "cli"}
+TOP = {"__init__", "runtime", "run", "check", "export", "push", "workbench", "cli"}
 """Parts that wire the others and may import them all."""
 
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -125,6 +125,40 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def export(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse(overrides, "export")
+    from podium.export import export as run
+
+    made = run(options.target, options.out, merge=options.merge, step=options.step)
+    for name, size in made.files.items():
+        print(f"{size:>14,}  {name}")
+    if made.gap is not None:
+        print(f"read again and compared with base + adapter: logprobs differ by at most {made.gap:.2g}")
+    print(f"{options.out}: {'a LoRA adapter' if made.kind == 'adapter' else 'a model'}; README.md says how to load it")
+    return 0
+
+
+def push(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse(overrides, "push")
+    from podium.push import push as run
+
+    for line in run(
+        options.target,
+        options.name,
+        merge=options.merge,
+        step=options.step,
+        private=options.private,
+        dry_run=options.dry_run,
+    ):
+        print(line)
+    return 0
+
+
+def _refuse(overrides: list[str], command: str) -> None:
+    if overrides:
+        raise InputError(f"podium {command} takes no {overrides[0]}")
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -135,8 +169,7 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.lookup import STAGES, choices, find, option_help
     from podium.sections import SECTIONS
 
-    if overrides:
-        raise InputError(f"podium list takes no {overrides[0]}")
+    _refuse(overrides, "list")
     every = list(dict.fromkeys([*SECTIONS, *STAGES]))
     if options.stage is not None and options.stage not in every:
         raise InputError(f"{options.stage!r} is not a section; sections: {', '.join(every)}")
@@ -218,6 +251,22 @@ def _parser() -> argparse.ArgumentParser:
         settings,
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
+    )
+    target = ("target", {"metavar": "RUN|ADAPTER"})
+    merge = ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"})
+    step = ("--step", {"type": int, "metavar": "N", "help": "as it was at this checkpoint, instead of at the end"})
+    out = ("out", {"type": Path, "metavar": "OUT"})
+    command("export", export, "what was trained, as a folder that others can load", target, out, merge, step)
+    command(
+        "push",
+        push,
+        "the same, to the model hub",
+        target,
+        ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
+        merge,
+        step,
+        ("--private", {"action": "store_true", "help": "makes the repository private"}),
+        ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
     )
     command("show", show, "the settings, resolved", settings, as_json)
     command(
