@@ -37,6 +37,7 @@ ALLOWED = {
     "loss": BELOW_STAGES,
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
+    "server": BELOW_STAGES,  # it is handed an engine and never finds one
     "checkpoint": {"errors", "ledger", "records", "run_folder", "stages"},
     "report": {"errors", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},

