@@ -37,7 +37,7 @@ class Door:
             return
         if scope["type"] != "http":
             return  # no websockets here: uvicorn is told to have none
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         try:
             self._check_token(scope)
             await self._app(scope, await self._checked(scope, receive), answer.send)
@@ -74,8 +74,8 @@ class Door:
 class _Answer:
     """Sends, and knows whether it has begun."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, send: Any, path: str) -> None:
+        self._send, self._path = send, path
         self.status: int | None = None
 
     async def send(self, message: Any) -> None:
@@ -86,7 +86,7 @@ class _Answer:
     async def refuse(self, refusal: Refusal, receive: Any) -> None:
         if self.status is not None:
             return
-        body = json.dumps(refusal.body).encode()
+        body = json.dumps(refusal.body_at(self._path)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
