@@ -489,8 +489,8 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     before = snapshot(here)
     assert cli.main(["check", "good.toml"]) == 0
     out = capsys.readouterr().out
-    for part in ("settings", "data", "reward dry-run", "memory"):
-        assert re.search(rf"^{part}$", out, re.MULTILINE)
+    for part in ("settings", "data", "reward dry-run", "memory", "time"):
+        assert re.search(rf"^{part}: (ok|note)$", out, re.MULTILINE)
     assert re.search(
         r"data\[0\] arithmetic +15692 +8 +15684 beyond max_rows +8 +18 to 18, median 18 +the settings'", out
     )

@@ -121,8 +121,9 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
         raise InputError("--rows has no effect without --rewards; add it or remove this one")
     from podium.check import check as run
 
-    print(run(settings))
-    return 0
+    report, is_good = run(settings)
+    print(report)
+    return 0 if is_good else InputError.exit_code
 
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -283,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     command(
         "check",
         check,
-        "everything short of training: settings, data, rewards, memory",
+        "everything short of training: settings, data, rewards, memory, time",
         settings,
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),

@@ -15,6 +15,7 @@ class PushError(PodiumError):
 
 def push(target: str, name: str, *, merge: bool, step: int | None, private: bool, dry_run: bool) -> Iterator[str]:
     """Lines for people. Whether the hub would take it is asked before anything is exported."""
+    from httpx import HTTPError
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -39,6 +40,6 @@ def push(target: str, name: str, *, merge: bool, step: int | None, private: bool
         try:
             url = api.create_repo(name, private=private, exist_ok=True)
             api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=f"Trained by Podium: {made.kind}")
-        except HfHubHTTPError as error:
+        except (HfHubHTTPError, HTTPError, OSError) as error:
             raise PushError(f"the hub refused {name}: {str(error).strip().splitlines()[0]}") from None
         yield f"pushed to {url}"
