@@ -24,6 +24,7 @@ ALLOWED = {
     "settings": {"errors", "lookup", "records", "sections"},
     "run_folder": {"errors"},
     "trained": {"errors", "run_folder", "settings"},
+    "reference": {"lookup", "sections"},
     "model_card": {"ledger", "run_folder", "settings"},
     "ledger": {"errors", "run_folder"},
     "model": {"errors", "records"},
