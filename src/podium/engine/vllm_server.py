@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,8 +137,10 @@ class VllmServer:
     async def _call(self, requests: Sequence[Request], sampling: Sampling, ready: asyncio.Queue[Any]) -> None:
         asked = {request.key: request for request in requests}
         try:
-            async for line in self._connection.stream("/generate", _body(requests, sampling, self._run)):
-                ready.put_nowait(self._answer(line, asked))
+            body = _body(requests, sampling, self._run)
+            async with aclosing(self._connection.stream("/generate", body)) as lines:
+                async for line in lines:
+                    ready.put_nowait(self._answer(line, asked))
             ready.put_nowait(None)
         except Exception as error:
             ready.put_nowait(error)

@@ -19,7 +19,7 @@ MAX_DIGITS = 20
 MAX_HEADER_BYTES = 16 << 10
 HEADER_S = 10.0
 """From a connection, or the end of an answer on it, to a whole header."""
-BODY_S = 30.0
+BODY_S = 20.0
 SEND_S = 60.0
 """How long a client may leave its answer unread."""
 MAX_CONNECTIONS = 2048
