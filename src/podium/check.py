@@ -27,6 +27,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._memory import memory_plan, num_slots
+from podium.runtime._reports import check_reports
 from podium.settings import Settings
 
 DRY_RUN_PROMPTS = 2
@@ -38,6 +39,7 @@ def check(settings: Settings) -> str:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
     check_trainer(settings)
+    check_reports(settings)
     build_filter(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
