@@ -109,6 +109,20 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.report._serve import report_server
+
+    if overrides:
+        raise InputError(f"podium report takes no {overrides[0]}")
+    with report_server(options.run, options.port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -148,6 +162,12 @@ def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535, 0 for any free one")
     return int(text)
 
 
@@ -200,6 +220,13 @@ def _parser() -> argparse.ArgumentParser:
         settings,
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
+    )
+    command(
+        "report",
+        report,
+        "the page of a run, or of a folder of runs, live on this machine",
+        ("run", {"type": Path, "metavar": "RUN"}),
+        ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}),
     )
     command("show", show, "the settings, resolved", settings, as_json)
     command(

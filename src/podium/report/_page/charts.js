@@ -77,7 +77,7 @@ function scales(curves, width, height, options) {
 }
 
 function axes(root, scale, width, height) {
-  for (const y of ticks(scale.y0, scale.y1, 4)) {
+  for (const y of ticks(scale.y0, scale.y1, 5)) {
     svg(root, "line", {x1: EDGE.left, x2: width - EDGE.right, y1: scale.Y(y), y2: scale.Y(y), stroke: "var(--grid)"});
     svg(root, "text", {x: EDGE.left - 7, y: scale.Y(y) + 4, "text-anchor": "end"}, show(y));
   }

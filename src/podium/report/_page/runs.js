@@ -1,6 +1,6 @@
 // Several runs: a table, their curves over one another, and the settings in which they differ.
 
-const OVERLAYS = [["Mean reward", "reward/mean"], ["Correct rollouts", "reward/correct_rate"], ["Held-out accuracy", "eval/accuracy"], ["Loss", "loss/total"], ["Entropy of the policy", "policy/entropy"], ["Length of answers", "rollout/length_mean"], ["Sampler against trainer", "mismatch/abs_mean"], ["Groups with signal", "batch/kept_ratio"], ["Seconds a step", "seconds"]];
+const OVERLAYS = [["Mean reward", "reward/mean"], ["Correct rollouts", "reward/correct_rate"], ["Held-out accuracy", "eval/accuracy"], ["Loss", "loss/total"], ["Entropy of the policy", "policy/entropy"], ["Length of answers", "rollout/length_mean"], ["Sampler against trainer", "mismatch/abs_mean"], ["Groups with signal", "batch/kept_ratio"], ["Seconds a step", "time/step_s"]];
 const chosenRuns = () => data.runs.filter(run => ui.runs[run.name] !== false);
 
 function drawRunsHead() {
