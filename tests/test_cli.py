@@ -528,7 +528,7 @@ def test_train_with_quiet_prints_the_summary_only(here: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert err == ""
     assert re.match(r"finished: step 1 of 1 in [\d.]+ s\n", out)
-    assert out.endswith("run folder: run\npage: run/report.html\ntrained model: run/final\n")
+    assert "run folder: run\npage: run/report.html (live: podium report run)\ntrained model: run/final\n" in out
     assert 'mode = "auto"' in (here / "run" / "settings.toml").read_text()  # quiet was for this call only
 
 

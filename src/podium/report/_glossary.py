@@ -243,10 +243,11 @@ def names_of(metric: Metric) -> list[str]:
 
 
 def explain(name: str) -> Metric | None:
-    """The entry of a metric: its own, else the first with a placeholder that fits."""
+    """The entry of a metric: its own, else the longest with a placeholder that fits."""
     every = [(own, metric) for chapter in CHAPTERS for metric in chapter.metrics for own in names_of(metric)]
     exact = next((metric for own, metric in every if own == name), None)
-    return exact or next((metric for own, metric in every if _fits(own, name)), None)
+    fitting = [(len(own), metric) for own, metric in every if _fits(own, name)]
+    return exact or max(fitting, default=(0, None))[1]
 
 
 def explanations(names: Iterable[str]) -> dict[str, list[str]]:

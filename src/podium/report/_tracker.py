@@ -21,7 +21,7 @@ from podium.run_folder import RunFolder
 MAX_WAITING = 1000
 MAX_FAILURES = 5
 """Failures in a row after which a tracker is left alone."""
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """A call that takes longer is not waited for when the run ends."""
 
 Call = Callable[[], object]

@@ -1,6 +1,8 @@
 """Trackio: a local dashboard (`trackio show`), or a Hugging Face Space."""
 
+import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -22,6 +24,9 @@ class Trackio(Tracker):
         super().__init__(folder)
         self._project, self._space_id = project, space_id
         self._run: Any = None
+        for module in ("trackio", "trackio.run", "trackio.utils"):
+            # It prints what it does to the standard output, where `--json` puts its lines.
+            vars(sys.modules[module])["print"] = partial(print, file=sys.stderr)
 
     def open(self, card: Mapping[str, Any], last_step: int) -> None:
         import trackio
@@ -32,10 +37,14 @@ class Trackio(Tracker):
             space_id=self._space_id,
             config=self.settings(),
             resume="allow",
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def end(self, state: str) -> None:
-        self._run.finish()
+        import trackio
+
+        trackio.finish()
