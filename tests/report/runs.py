@@ -59,7 +59,12 @@ def make_run(
 
 def add_step(report: Jsonl, step: int, texts: Sequence[str]) -> None:
     rollouts = tuple(
-        make_rollout(text, sample_index=index, finish_reason="stop" if index % 2 == 0 else "length")
+        make_rollout(
+            text,
+            (8, 24 if index == 0 else 25, 2),
+            sample_index=index,
+            finish_reason="stop" if index % 2 == 0 else "length",
+        )
         for index, text in enumerate(texts)
     )
     rewards = tuple(1.2 if index == 0 else round(1.0 - index / len(texts), 3) for index in range(len(texts)))

@@ -1,5 +1,9 @@
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +14,14 @@ from podium.report import page as page_module
 from podium.report._render import render
 from podium.report.jsonl import Jsonl
 from podium.report.page import Page
+from podium.run import resume
 from podium.run_folder import RunFolder
+from podium.settings import Settings
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
+from tests.conftest import small_tables
 from tests.report.runs import add_step, make_run
 
+ROOT = Path(__file__).parent.parent.parent
 CARD = {"title": "sums: grpo on embedded", "folder": "runs/one", "steps": 3, "facts": {"model": "embedded", "lr": 1e-5}}
 
 
@@ -52,7 +60,7 @@ def test_the_page_shows_steps_evaluations_and_rollouts(tmp_path: Path) -> None:
         (2, "second", 0.5),
     ]
     assert shown["card"]["title"] == "run: grpo on embedded"
-    assert shown["pieces"] == {"8": "<8>", "24": "<24>", "2": "<2>"}
+    assert shown["pieces"] == {"8": "<8>", "24": "<24>", "25": "<25>", "2": "<2>"}
 
 
 def test_a_resumed_run_shows_the_steps_that_it_had_done(tmp_path: Path) -> None:
@@ -136,3 +144,25 @@ def test_the_page_needs_no_network_and_may_load_nothing() -> None:
 
 def test_every_placeholder_is_filled() -> None:
     assert "{{" not in render({"text": "nothing"})
+
+
+def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run", steps=6) | {"report": [{"name": "page", "every_s": 0.0}]}
+    tables["reward"] = [{"name": "tests.killing:mortal"}]
+    (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
+    command = [sys.executable, "-m", "podium.cli", "train", str(tmp_path / "settings.toml"), "--quiet"]
+    # 16 calls a step: the process is killed in the fourth, after the commit of the second
+    environment = os.environ | {"KILL_AT_REWARD_CALL": "60"}
+    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=200).returncode == -signal.SIGKILL
+    before = data_of(tmp_path / "run")
+    assert before["series"]["steps"] == [1, 2, 3]
+    resume(Settings.from_dict(tables), RunFolder(tmp_path / "run"))
+    after = data_of(tmp_path / "run")
+    assert after["status"]["state"] == "finished"
+    assert after["series"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert {rollout["step"] for rollout in after["rollouts"]} == {1, 2, 3, 4, 5, 6}
+    same = [column["mean"][:3] for name, column in before["series"]["columns"].items() if name.startswith("reward/")]
+    assert same == [
+        after["series"]["columns"][n]["mean"][:3] for n in before["series"]["columns"] if n.startswith("reward/")
+    ]
+    assert [event["event"] for event in after["events"]] == ["started", "restored", "started", "finished"]

@@ -67,7 +67,7 @@ def test_every_rollout_of_a_step_can_be_had_whole(tmp_path: Path) -> None:
     found = RunReader(folder).step_rollouts(1)
     assert [each["text"] for each in found["rollouts"]] == texts
     assert found["rollouts"][0]["gaps"] == [0.0, 0.25, -1.0]  # the trainer's −0.5, −0.25, −1.5 less the sampler's −0.5
-    assert found["pieces"] == {2: "<2>", 8: "<8>", 24: "<24>"}
+    assert found["pieces"] == {2: "<2>", 8: "<8>", 24: "<24>", 25: "<25>"}
     assert RunReader(folder).step_rollouts(2) == {"rollouts": [], "pieces": {}}
 
 

@@ -178,9 +178,7 @@ def run_and_resume(folder: Path, report: dict[str, Any]) -> list[dict[str, Any]]
 
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    from tensorboardX.event_file_writer import EventFileWriter  # noqa: F401  (the package is whole)
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401
 
     lines = run_and_resume(tmp_path / "run", {"name": "tensorboard"})
     found: dict[int, float] = {}
@@ -235,7 +233,7 @@ def test_trackio_has_one_run_with_every_step(
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     lines = run_and_resume(tmp_path / "run", {"name": "trackio"})
-    assert "rackio" not in capsys.readouterr().out  # the standard output is podium's
+    assert "Trackio" not in capsys.readouterr().out  # the standard output is podium's
     with sqlite3.connect(next((tmp_path / "trackio").glob("*.db"))) as database:
         rows = database.execute("select step, run_name, metrics from metrics").fetchall()
     assert len({name for _, name, _ in rows}) == 1

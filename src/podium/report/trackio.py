@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -26,7 +25,7 @@ class Trackio(Tracker):
         self._run: Any = None
         for module in ("trackio", "trackio.run", "trackio.utils"):
             # It prints what it does to the standard output, where `--json` puts its lines.
-            vars(sys.modules[module])["print"] = partial(print, file=sys.stderr)
+            vars(sys.modules[module])["print"] = _print_aside
 
     def open(self, card: Mapping[str, Any], last_step: int) -> None:
         import trackio
@@ -48,3 +47,7 @@ class Trackio(Tracker):
         import trackio
 
         trackio.finish()
+
+
+def _print_aside(*parts: object) -> None:
+    print(*parts, file=sys.stderr)
