@@ -77,6 +77,20 @@ def written(folder: RunFolder) -> str:
 
 
 @pytest.fixture
+def running() -> Iterator[Callable[[RunFolder], None]]:
+    """Holds a run's lock, as its process does."""
+    held: list[RunFolder] = []
+
+    def hold(folder: RunFolder) -> None:
+        folder.lock()
+        held.append(folder)
+
+    yield hold
+    for folder in held:
+        folder.unlock()
+
+
+@pytest.fixture
 def serve() -> Iterator[Callable[[Path], str]]:
     servers = []
 
@@ -241,7 +255,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path, visit: Open, serve: Calla
     page = tab.page
     if live:
         page.fill("#pick-step", "1")
-        page.wait_for_function("document.getElementById('rollouts-count').textContent.startsWith('8 rollouts')")
+        playwright.expect(page.locator("#rollouts-count")).to_have_text("8 rollouts")
     shown = {}
     for name, place in zip(HOSTILE, range(len(HOSTILE)), strict=True):
         page.locator(f'.list button[data-key="1/1/{place}"]').click()
@@ -265,17 +279,16 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path, visit: Open, serve: Calla
 
 
 def test_live_it_grows_as_steps_finish_and_keeps_what_the_reader_chose(
-    tmp_path: Path, visit: Open, serve: Callable[[Path], str]
+    tmp_path: Path, visit: Open, serve: Callable[[Path], str], running: Callable[[RunFolder], None]
 ) -> None:
     folder = make_run(tmp_path / "run", steps=2, state="running")
-    folder.lock()
+    running(folder)
     page = visit(serve(folder.path)).page
     assert page.locator("#badge").text_content() == "running"
     page.fill("#pick-search", "#### 4")
     add_step(Jsonl(Ledger(folder)), 3, ["#### 4", "#### 5"])
     folder.write_status("finished", 3, 3)
-    folder.unlock()
-    page.wait_for_function("document.getElementById('badge').textContent === 'finished'", timeout=15_000)
+    playwright.expect(page.locator("#badge")).to_have_text("finished", timeout=15_000)
     assert page.locator("#steps-table tbody tr").first.locator("td").first.text_content() == "3"
     assert page.input_value("#pick-search") == "#### 4"
     assert page.evaluate("document.activeElement.id") == "pick-search"
@@ -283,19 +296,18 @@ def test_live_it_grows_as_steps_finish_and_keeps_what_the_reader_chose(
 
 
 def test_from_disk_a_running_page_loads_itself_again_and_keeps_what_the_reader_chose(
-    tmp_path: Path, visit: Open
+    tmp_path: Path, visit: Open, running: Callable[[RunFolder], None]
 ) -> None:
     folder = make_run(tmp_path / "run", steps=2, state="running")
-    folder.lock()
+    running(folder)
     page = visit(written(folder)).page
     page.select_option("#pick-sort", "worst")
     page.locator("h2").first.click()
     page.evaluate("document.activeElement.blur()")
     add_step(Jsonl(Ledger(folder)), 3, ["#### 4"])
     written(folder)
-    page.wait_for_function("document.querySelector('#steps-table tbody td').textContent === '3'", timeout=20_000)
+    playwright.expect(page.locator("#steps-table tbody td").first).to_have_text("3", timeout=20_000)
     assert page.input_value("#pick-sort") == "worst"
-    folder.unlock()
 
 
 def test_runs_lie_over_one_another_and_their_settings_are_compared(
@@ -325,9 +337,9 @@ def test_ten_thousand_steps_and_a_hundred_thousand_rollouts_stay_small_and_quick
     address = written(folder)
     assert folder.page.stat().st_size < 10_000_000
     page = visit(address).page
-    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-    assert painted < 2000
-    assert "A point stands for 17 steps" in page.locator("#curves").text_content()
+    playwright.expect(page.locator("#curves")).to_contain_text("A point stands for 17 steps")
+    page.screenshot()  # so that it has painted
+    assert page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 2000
     assert page.locator("#steps-table tbody td").first.text_content() == "10000"
     page.select_option("#pick-step", "10000")
     assert page.locator(".list button[data-key]").count() == 10

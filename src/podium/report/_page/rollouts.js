@@ -108,7 +108,13 @@ function drawDetail(parent, rollout) {
   const picker = make(head, "select", undefined, "", {id: "pick-colour", "aria-label": "colour of the tokens"});
   for (const [mode, label] of modes) make(picker, "option", label, "", {value: mode});
   picker.value = colour;
-  picker.addEventListener("change", () => { ui.colour = picker.value; keep(); drawDetail(parent, rollout); byId("pick-colour").focus(); });
+  picker.addEventListener("change", () => {
+    const hasFocus = document.activeElement === picker;
+    ui.colour = picker.value;
+    keep();
+    drawDetail(parent, rollout);
+    if (hasFocus) byId("pick-colour").focus();
+  });
   if (colour === "text") longText(parent, rollout.text, "answer-text", rollout.num_chars); else tokens(parent, rollout, colour);
 }
 
