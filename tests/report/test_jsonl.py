@@ -88,6 +88,9 @@ def test_a_rollout_that_was_trained_has_the_trainers_logprobs_less_the_samplers(
     lines = list(rollout_lines(StepReport(made.state, made.metrics, made.groups, made.kept, seen)))
     assert [line.get("logprob_gaps") for line in lines] == [[0.0, -0.12346, 0.0], None]
     assert "-0.0," not in json.dumps(lines[0]["logprob_gaps"])  # nothing rounds to a minus zero
+    broken = {(7, rollout.digest): (-0.5, float("nan"), -0.25)}
+    lines = list(rollout_lines(StepReport(made.state, made.metrics, made.groups, made.kept, broken)))
+    assert "logprob_gaps" not in lines[0]  # JSON has no word for it
 
 
 def test_the_text_of_every_token_is_kept_once(tmp_path: Path) -> None:

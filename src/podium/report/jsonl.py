@@ -1,5 +1,6 @@
 """metrics.jsonl, rollouts/ and tokens.jsonl: the run's own record, always written; the page is made from it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,11 +66,11 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
 
 
 def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, list[float]]:
-    """The trainer's logprob of each token minus the sampler's, where the rollout was trained; five digits are enough
-    to see a gap, and most are 0.0 (+ 0.0 turns −0.0 into it)."""
+    """The trainer's logprob of each token minus the sampler's, where the rollout was trained and all are finite. Five
+    digits are enough to see a gap, and most are 0.0 (+ 0.0 turns −0.0 into it)."""
     rollout = group.rollouts[index]
     policy = report.policy_logprobs.get((group.prompt.ordinal, rollout.digest))
-    if policy is None or group.rewards[index] is None:
+    if policy is None or group.rewards[index] is None or not all(map(math.isfinite, policy)):
         return {}
     pairs = zip(policy, rollout.rollout_logprobs, strict=True)
     return {"logprob_gaps": [round(trained - sampled, 5) + 0.0 for trained, sampled in pairs]}

@@ -32,7 +32,7 @@ function show(value) {
   if (value === undefined || value === null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size >= 10000) return Math.round(value).toLocaleString("en");
-  if (size && size < 0.001) return value.toExponential(1).replace("e-", "e−").replace(/^-/, "−");
+  if (size && size < 0.0001) return value.toExponential(1).replace("e-", "e−").replace(/^-/, "−");
   return String(+value.toPrecision(size >= 1000 ? 4 : 3)).replace(/^-/, "−");
 }
 

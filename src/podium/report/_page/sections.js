@@ -63,7 +63,7 @@ function drawStats(parent) {
     const card = make(parent, "div", undefined, "card");
     term(card, label, metric).classList.add("soft", "small");
     make(card, "b", show(now));
-    make(card, "span", Number.isFinite(now) && Number.isFinite(before) ? change(now - before) + " since the last step" : "\u00a0", "soft small");
+    make(card, "span", Number.isFinite(now) && Number.isFinite(before) ? change(now - before) + " since last step" : "\u00a0", "soft small");
     sparkline(card, (data.series.columns[metric] || {mean: []}).mean, "var(--c0)");
   }
   const first = data.evals[0], last = data.evals.at(-1);
