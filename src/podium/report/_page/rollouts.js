@@ -58,7 +58,9 @@ function found() { return rolloutsNow().filter(passes).sort(ORDERS[ui.sort]); }
 function drawRollouts(parent) {
   const some = found();
   parent.textContent = "";
-  make(parent, "p", some.length ? `${some.length} rollouts` + (ui.step && data.live ? "" : ` of ${new Set(some.map(rollout => rollout.step)).size} steps; every rollout is in rollouts/`) : "No rollout is like that.", "small soft", {id: "rollouts-count"});
+  const count = new Set(some.map(rollout => rollout.step)).size, whole = ui.step && data.live;
+  const told = `${some.length} rollouts` + (whole ? "" : ` of ${count} step${count === 1 ? "" : "s"}; every rollout is in rollouts/`);
+  make(parent, "p", some.length ? told : "No rollout is like that.", "small soft", {id: "rollouts-count"});
   if (!some.length) return;
   if (!some.some(rollout => keyOf(rollout) === ui.selected)) ui.selected = keyOf(some[0]);
   const browser = make(parent, "div", undefined, "browser"), list = make(browser, "div", undefined, "card list", {"aria-label": "rollouts"});
