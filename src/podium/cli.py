@@ -169,6 +169,19 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
     return serve(ServeOptions(**{name: getattr(options, name) for name in fields}), overrides)
 
 
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.report._serve import report_server
+
+    _refuse(overrides, "report")
+    with report_server(options.run, options.port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -210,6 +223,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535, 0 for any free one")
+    return int(text)
+
+
 def _console_mode(options: argparse.Namespace) -> str | None:
     """`--json` and `--quiet` are the console report's modes, for this call only."""
     return "json" if options.json else "quiet" if options.quiet else None
@@ -236,6 +255,10 @@ PUSH_FLAGS = (
     *TAKEN,
     ("--private", {"action": "store_true", "help": "makes the repository private"}),
     ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
+)
+REPORT_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("run", {"type": Path, "metavar": "RUN"}),
+    ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}),
 )
 SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
@@ -292,6 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     command("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS)
     command("push", push, "the same, to the model hub", *PUSH_FLAGS)
     command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
+    command("report", report, "the page of a run, or of a folder of runs, live on this machine", *REPORT_FLAGS)
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",

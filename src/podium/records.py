@@ -338,6 +338,8 @@ class UpdateResult:
     num_loss_tokens: int
     metrics: Mapping[str, float]
     """`loss/*`, `optim/*`, `mismatch/*`, `pack/*`, by the names of docs/metrics.md."""
+    policy_logprobs: Mapping[tuple[int, str], Sequence[float]] = field(default_factory=dict)
+    """By ordinal and digest: the trainer's logprobs of this rank's rollouts, as the first pass over them saw them."""
 
 
 @dataclass(frozen=True)
@@ -396,3 +398,5 @@ class StepReport:
     """Every group of the step, the dropped ones too."""
     kept: tuple[int, ...]
     """Ordinals of the groups that were trained."""
+    policy_logprobs: Mapping[tuple[int, str], Sequence[float]] = field(default_factory=dict)
+    """As in `UpdateResult`."""

@@ -129,9 +129,9 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         return summary
     except BaseException as error:
         if wired.reports.has_started:
-            wired.reports.fail()
             folder.fail(f"{type(error).__name__}: {error}")
             folder.event("failed", error=type(error).__name__, message=str(error))
+            wired.reports.fail()
         raise
     finally:
         wired.stages.reward.close()

@@ -8,7 +8,9 @@ from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.model.load import load_policy
+from podium.report._card import run_card
 from podium.report._fanout import Reports
+from podium.report._pieces import Pieces, piece_decoder
 from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
@@ -17,7 +19,6 @@ from podium.runtime._build import (
     build_data,
     build_filter,
     build_pack,
-    build_reports,
     build_scoring,
     check_retirement,
     check_rewards,
@@ -25,11 +26,11 @@ from podium.runtime._build import (
     eval_options,
     make_trainer,
     read_sources,
-    run_card,
 )
 from podium.runtime._engine import make_engine, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._memory import memory_plan
+from podium.runtime._reports import build_reports, check_reports
 from podium.settings import Settings
 from podium.stages import Stages, Trainer
 
@@ -44,6 +45,7 @@ def local(
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     check_rewards(settings)
     check_trainer(settings)
+    check_reports(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, rows, policy, settings.plan)
@@ -55,8 +57,9 @@ def local(
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
     ledger = Ledger(folder)
-    every_report = build_reports(settings, folder, ledger, console_mode)
-    card = run_card(settings, folder, plan)
+    pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
+    every_report = build_reports(settings, folder, ledger, console_mode, pieces)
+    card = run_card(settings.to_dict(), folder.path, plan.steps)
     reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
     stages = Stages(
         data=data,

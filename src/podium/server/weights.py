@@ -64,9 +64,7 @@ def locate(root: Path, name: str) -> Published:
     except (KeyError, TypeError):
         raise WeightsError(f"{name}.json cannot be read") from None
     except ValidationError:
-        raise WeightsError(
-            f"{name}: adapter_config.json is not one of plain LoRA"
-        ) from None
+        raise WeightsError(f"{name}: adapter_config.json is not one of plain LoRA") from None
     return Published(folder, shape, sha256)
 
 
