@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
-PER_TOKEN = "token_ids position_ids loss_mask advantages rollout_logprobs old_logprobs reference_logprobs".split()
-"""Fields of a batch that documents cut out of it keep as they are; the last two may be None."""
+PER_TOKEN = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")  # fields of a Batch
+PER_TOKEN += ("old_logprobs", "reference_logprobs")  # these may be None
 
 
 def ids_digest(token_ids: Sequence[int]) -> str:
