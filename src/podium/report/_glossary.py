@@ -213,10 +213,11 @@ TIME = Chapter(
     ),
 )
 
-ABOUT_EVALUATION = """Lines with `"eval": true`. Means over prompts of each prompt's mean over its `eval.n`
-rollouts. `_low` and `_high` beside a number are its 95 % interval over prompts: Wilson's where each prompt's value is 0 or 1, else the
-bootstrap's (2000 samples, seeded). The rollouts themselves are in `evals/`. A difference between two evaluations that
-is smaller than the intervals may still be real, as the prompts are the same: `podium eval A --against B` tells."""
+ABOUT_EVALUATION = """Lines with `"eval": true`. Means over prompts of each prompt's mean over its `eval.n` rollouts.
+`_low` and `_high` beside a number are its 95 % interval over prompts: Wilson's where each prompt's value is 0 or 1,
+else the bootstrap's (2000 samples, seeded). The rollouts themselves are in `evals/`. A difference between two
+evaluations that is smaller than the intervals may still be real, as the prompts are the same: `podium eval A --against
+B` tells."""
 
 EVALUATION = Chapter(
     "Evaluation",
