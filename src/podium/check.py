@@ -92,7 +92,7 @@ async def _dry_run(
 ) -> tuple[list[Group], Trial | None]:
     """A few prompts through the real engine and rewards; then a little of a step, if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
-    with closing(make_engine(settings, policy, snapshot=settings.run.sync_every != 1)) as engine:
+    with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))

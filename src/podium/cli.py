@@ -262,8 +262,8 @@ REPORT_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
-    ("--host", {"default": "127.0.0.1"}),
-    ("--port", {"type": int, "default": 8000, "help": "0: any that is free"}),
+    ("--host", {"help": "by default 127.0.0.1"}),
+    ("--port", {"type": int, "help": "by default 8000; 0: any that is free"}),
     ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
     ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
     ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),

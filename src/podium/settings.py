@@ -88,6 +88,16 @@ class Settings(Section):
     def _sections_agree(self) -> "Settings":
         if self.run.rollouts_per_prompt < 2:
             raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
+        if self.run.max_lag and self.run.sync_every != 1:
+            raise InputError(
+                f"run.max_lag = {self.run.max_lag} with run.sync_every = {self.run.sync_every}: the async loop syncs "
+                "after every step; remove one of them"
+            )
+        if self.run.in_flight and not self.run.max_lag:
+            raise InputError(
+                "run.in_flight has no effect with run.max_lag = 0: nothing is written while weights change; "
+                "set max_lag to 1 or more, or remove it"
+            )
         if not self.data:
             raise InputError("data: at least one [[data]] table is needed")
         _refuse_half_a_mixture(self.data, self.eval.data)
@@ -100,16 +110,7 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
-        keys = ("every", "n", "pass_at", "temperature", "top_k", "top_p")
-        changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
-        if changed and not self.eval.data:
-            raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
-        if self.eval.temperature == 0 and {"n", "pass_at", "top_k", "top_p"} & set(changed):
-            key = next(key for key in changed if key in ("n", "pass_at", "top_k", "top_p"))
-            raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
-        for k in self.eval.pass_at or ():
-            if k > self.eval.n:
-                raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {self.eval.n}")
+        _refuse_idle_evaluation(self.eval)
         return self
 
     def resolve(self) -> "Settings":
@@ -178,6 +179,20 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_idle_evaluation(given: Eval) -> None:
+    """Keys of `[eval]` that would have no effect."""
+    keys = ("every", "n", "pass_at", "temperature", "top_k", "top_p")
+    changed = [key for key in keys if getattr(given, key) != Eval.model_fields[key].default]
+    if changed and not given.data:
+        raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
+    if given.temperature == 0 and {"n", "pass_at", "top_k", "top_p"} & set(changed):
+        key = next(key for key in changed if key in ("n", "pass_at", "top_k", "top_p"))
+        raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
+    for k in given.pass_at or ():
+        if k > given.n:
+            raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
 
 
 def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:

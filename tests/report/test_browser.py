@@ -127,6 +127,20 @@ def test_from_disk_it_shows_state_numbers_curves_timeline_steps_and_health(tmp_p
     assert [address.rpartition("/")[2] for address in tab.asked if not address.startswith("data:")] == ["report.html"]
 
 
+def test_the_clock_shows_what_was_sampled_and_trained_at_the_same_time(tmp_path: Path, visit: Open) -> None:
+    folder = make_run(tmp_path / "run")
+    folder.event("sampling", ordinals=[1, 2])
+    folder.event("group", ordinal=1, policy_version=[0, 0])
+    folder.event("trained", updated=True, seconds=0.25)
+    folder.event("group", ordinal=2, policy_version=[0, 0])
+    folder.event("pushed", policy_version=1, channel="shared", seconds=0.01)
+    page = visit(written(folder)).page
+    assert page.locator("#clock text").all_text_contents()[:4] == ["sampling", "groups", "training", "push"]
+    assert page.locator("#clock rect.moment").count() == 5  # one span of sampling, two groups, a training, a push
+    page.locator("#clock rect.moment").nth(1).hover()
+    assert page.locator("#tip").text_content().startswith("training\n0.25 s")
+
+
 def test_a_number_tells_its_formula_and_what_a_bad_value_means(tmp_path: Path, visit: Open) -> None:
     page = visit(written(make_run(tmp_path / "run"))).page
     page.locator(".stats .term", has_text="entropy").focus()  # by keyboard as by pointer

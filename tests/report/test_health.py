@@ -56,7 +56,8 @@ def test_nothing_is_said_of_what_is_not_there() -> None:
         ({"time__rollout_s": 2.0, "time__train_s": 1.0}, "A step takes 3 s", "good"),
         ({"time__rollout_s": 1.0, "time__eval_s": 2.0}, "A step takes 3 s", "note"),
         ({"queue__buffered": 3.0}, "Queues", "good"),
-        ({"time__trainer_waits_s": 0.5}, "Somebody waits", "note"),
+        ({"time__trainer_waits_s": 0.5}, "Who waits", "good"),
+        ({"version__stale_resampled": 2.0}, "Some things were done again", "warn"),
     ],
 )
 def test_a_metric_has_its_verdict(metrics: dict[str, Any], title: str, level: str) -> None:
@@ -72,7 +73,6 @@ def test_a_metric_has_its_verdict(metrics: dict[str, Any], title: str, level: st
         {"optim__grad_norm": 1.0},
         {"reward__failed": 0.0},
         {"policy__entropy": 1.0},
-        {"time__trainer_waits_s": 0.0},
     ],
 )
 def test_what_is_well_and_needs_no_word_gets_none(metrics: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 from podium.ledger import Ledger
-from podium.report._reader import MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
+from podium.report._reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
 from podium.report.jsonl import Jsonl
 from podium.run_folder import RunFolder
 from tests.report.runs import add_step, make_run, step_numbers
@@ -90,6 +90,19 @@ def test_every_metric_on_the_page_that_is_known_has_its_words(tmp_path: Path) ->
     words = reader.data()["words"]
     assert words["reward/mean"][0].startswith("mean reward of all rollouts")
     assert "other/number_1" not in words
+
+
+def test_events_of_every_step_are_kept_for_the_timeline_only(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for number in range(400):
+        folder.event("sampling", ordinals=[number, number + 1])
+    folder.event("engine_replaced", engine=2)
+    reader = RunReader(folder)
+    reader.refresh()
+    shown = reader.data()
+    assert [event["event"] for event in shown["events"]] == ["started", "engine_replaced"]
+    assert len(shown["moments"]) == MAX_MOMENTS
+    assert {event["ordinals"] for event in shown["moments"]} == {2}  # how many, not which
 
 
 def test_a_folder_without_settings_or_rollouts_still_makes_a_page(tmp_path: Path) -> None:

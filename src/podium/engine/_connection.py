@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,23 @@ class Connection:
         with httpx.Client(transport=transport, **self._options(timeout_s)) as client:
             for attempt in range(RETRIES + 1):
                 try:
+                    self._knock()
                     return self._checked(client.request(method, path, json=body))
                 except httpx.HTTPError as error:
                     if attempt == RETRIES or not isinstance(error, CONNECT_FAILURES):
                         raise self._broken(error) from None
         raise AssertionError("unreachable")
+
+    def _knock(self) -> None:
+        """A unix socket that nobody listens on; httpx would leave its end of it open."""
+        if self._socket is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(10.0)
+            try:
+                probe.connect(self._socket)
+            except OSError as error:
+                raise httpx.ConnectError(error.strerror or str(error)) from None
 
     async def post(self, path: str, body: Any) -> Any:
         """One call that may be made twice: its effect is the same."""

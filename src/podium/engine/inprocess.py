@@ -17,6 +17,7 @@ from pydantic import Field
 from transformers import DynamicCache
 
 from podium.engine._draft import Draft
+from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
@@ -48,7 +49,8 @@ class Inprocess:
         is_half = policy.model.dtype != torch.float32
         if is_half and policy.peft is not None and snapshot:
             raise InputError(
-                "run.sync_every must be 1 with model.dtype = 'bfloat16': a snapshot would round the adapter"
+                "run.sync_every must be 1 and run.max_lag 0 with model.dtype = 'bfloat16': a snapshot would round the "
+                "adapter"
             )
         # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
         self._model = policy.model if is_half and policy.peft is not None else policy.twin
@@ -56,6 +58,7 @@ class Inprocess:
         self._expected = policy.named_weights
         self._device = policy.device
         self._concurrency = concurrency
+        self._max_context_tokens = policy.max_context_tokens
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
@@ -81,6 +84,7 @@ class Inprocess:
                 )
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        check_room(requests, sampling, self._max_context_tokens)
         answers = self._generate(deque(requests), sampling)
         while (answer := await on_device_thread(next, answers, None)) is not None:
             yield answer

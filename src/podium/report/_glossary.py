@@ -77,7 +77,10 @@ REWARD = Chapter(
             "share cut at `max_new_tokens`",
             "above 0.2: rewards judge half answers; raise `rollout.max_new_tokens`, or punish length",
         ),
-        Metric("rollout/tokens_per_s", "answer tokens over the seconds of `time/rollout_s`"),
+        Metric(
+            "rollout/tokens_per_s",
+            "answer tokens over the seconds of `time/engine_s`; left out where it wrote nothing since the last report",
+        ),
         Metric(
             "advantage/abs_mean",
             "mean of abs(advantage) over the rollouts of trained groups",
@@ -92,7 +95,8 @@ REWARD = Chapter(
         Metric("batch/drawn", "prompts drawn for the step; more than `prompts_per_step` where it was refilled"),
         Metric(
             "batch/refills",
-            "rounds of further prompts; one that serves several steps of a window counts for the first",
+            "rounds of further prompts; one that serves several steps of a window counts for the first; the async loop "
+            "has no rounds, see `batch/drawn`",
             "at `filter.max_refills` again and again: the data has little signal left",
         ),
         Metric("batch/retired", "rows retired so far by `filter.retire_pass_rate`"),
@@ -181,10 +185,23 @@ LOSS = Chapter(
         ),
         Metric("version/policy", "policy version after the step: the number of steps that updated the policy"),
         Metric(
-            "version/lag_max",
-            "updates between the weights that wrote the oldest rollout and those that it trained",
-            "large: rollouts are stale; the correction has more to mend",
+            "version/lag_mean, version/lag_max",
+            "updates between the weights that wrote a rollout's first token and those that it trained: mean and "
+            "largest over the step's rollouts",
+            "large: rollouts are stale and the correction has more to mend; lower `run.max_lag` or `run.sync_every`",
         ),
+        Metric(
+            "version/stale_resampled",
+            "async loop: groups found more than `run.max_lag` versions old since the last step, and sampled again",
+            "above 0 again and again: sampling is done twice; raise `run.max_lag`",
+        ),
+        Metric("queue/prompts_in_flight", "async loop: prompts that were being written when the step had its groups"),
+        Metric(
+            "queue/groups_being_scored",
+            "groups whose rewards were not known yet, then",
+            "grows: rewards are slower than the rest; raise `scoring.workers`",
+        ),
+        Metric("queue/groups_scored_waiting", "scored groups that waited for a later step, then"),
     ),
 )
 
@@ -194,7 +211,8 @@ TIME = Chapter(
     (
         Metric(
             "time/rollout_s",
-            "waiting for rollouts and rewards, refills included; advantages and filter",
+            "waiting for rollouts and rewards, refills included; advantages and filter; in the async loop also for "
+            "what is being written to be done before a push",
             "most of a step, as a rule: a faster engine pays first",
         ),
         Metric(
@@ -208,6 +226,24 @@ TIME = Chapter(
         Metric(
             "time/sync_s, time/eval_s, time/checkpoint_s, time/report_s",
             "of the step before, as they come after its report",
+        ),
+        Metric(
+            "time/trainer_waits_s",
+            "the trainer had nothing to train: `time/rollout_s`",
+            "most of a step: sampling is what limits the run; a faster engine, or `run.max_lag` above 0",
+        ),
+        Metric(
+            "time/engine_s",
+            "a training prompt was with the engine: from its sending until its group was there; beside the stages "
+            "above",
+        ),
+        Metric("time/engine_waits_s", "none was: the wall time of the step less `time/engine_s`"),
+        Metric("time/overlapped_s", "the part of `time/engine_s` that fell into `time/train_s`"),
+        Metric(
+            "time/overlap",
+            "`time/overlapped_s` / min(`time/engine_s`, `time/train_s`): 0 strictly in turn, 1 the shorter side hidden "
+            "behind the longer. An engine in the trainer's process takes turns with it on one thread: then it says "
+            "that both had work, not that both did it",
         ),
         Metric("perf/train_tokens_per_s", "`pack/tokens` over `time/train_s`"),
     ),

@@ -245,14 +245,15 @@ def _queues(facts: Facts) -> Iterator[Verdict]:
     if queues:
         text = ", ".join(f"{name.removeprefix('queue/').replace('_', ' ')} {late:.3g}" for name, late in queues.items())
         yield Verdict("good", "workers", "Queues", f"Lately, on average: {text}.")
-    for name, late in waits.items():
-        if late > 0.01:
-            who = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
-            yield Verdict("note", "speed", "Somebody waits", f"{who}: {late:.3g} s a step lately.")
+    if waits:
+        text = ", ".join(
+            f"{name[5:].removesuffix('_s').replace('_', ' ')} {late:.3g} s" for name, late in waits.items()
+        )
+        yield Verdict("good", "speed", "Who waits", f"A step lately: {text}.")
 
 
 def _workers(facts: Facts) -> Iterator[Verdict]:
-    usual = {"started", "restored", "committed", "finished", "stopped", "failed"}
+    usual = {"started", "restored", "finished", "stopped", "failed"}
     odd = Counter(str(event.get("event")) for event in facts.events if event.get("event") not in usual)
     if odd:
         text = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in odd.most_common(8))

@@ -6,6 +6,7 @@ Only what is new is read each time. A resume cuts files back; then they are read
 import json
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ RECENT_STEPS = 100
 """Steps that a long run's page has in full."""
 MAX_EVALS = 500
 MAX_EVENTS = 60
+ROUTINE = ("sampling", "group", "training", "trained", "pushed", "committed")
+"""Events of every step; only the last of them are kept, for the timeline."""
+MAX_MOMENTS = 300
 
 
 class GrowingFile:
@@ -56,6 +60,7 @@ class RunReader:
         self._metrics, self._events_file = GrowingFile(folder.metrics), GrowingFile(folder.events)
         self.series, self.evals = Series(), list[dict[str, Any]]()
         self._events: list[dict[str, Any]] = []
+        self._moments: deque[dict[str, Any]] = deque(maxlen=MAX_MOMENTS)
         self._rollouts: dict[int, list[dict[str, Any]]] = {}
         self._pieces: dict[int, str] = {}
         self._pieces_size = 0
@@ -71,7 +76,11 @@ class RunReader:
             else:
                 self.series.add(line)
         events, is_new = self._events_file.new_lines()
-        self._events = events if is_new else [*self._events, *events]
+        if is_new:
+            self._events.clear()
+            self._moments.clear()
+        for event in events:
+            (self._moments if event.get("event") in ROUTINE else self._events).append(event)
 
     def data(self) -> dict[str, Any]:
         """All that one page draws, after `refresh`."""
@@ -96,7 +105,8 @@ class RunReader:
             "rollout_steps": last,
             "pieces": self._pieces_of(rollouts),
             "health": [verdict._asdict() for verdict in health(facts)],
-            "events": [event for event in self._events if event.get("event") != "committed"][-MAX_EVENTS:],
+            "events": self._events[-MAX_EVENTS:],
+            "moments": [_without_lists(event) for event in self._moments],
             "words": explanations(sorted(names)),
         }
 
@@ -145,6 +155,11 @@ class RunReader:
             self._pieces, self._pieces_size = read_pieces(path), path.stat().st_size
         used = {token_id for rollout in rollouts for token_id in rollout["ids"]}
         return {token_id: self._pieces[token_id] for token_id in sorted(used) if token_id in self._pieces}
+
+
+def _without_lists(event: dict[str, Any]) -> dict[str, Any]:
+    """Of a list its length: a timeline counts prompts, it does not name them."""
+    return {key: len(value) if isinstance(value, list) else value for key, value in event.items()}
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:

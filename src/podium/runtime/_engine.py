@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
+from podium.records import Batch, UpdateResult
 from podium.run_folder import RunFolder
 from podium.settings import Settings
 from podium.stages import Engine
@@ -18,7 +20,10 @@ from podium.sync._probe import TOLERANCE
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    engine = find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    if hasattr(engine, "in_flight"):
+        engine.in_flight = settings.run.in_flight
+    return engine
 
 
 def make_rollout(
@@ -37,6 +42,23 @@ def make_sync(
     probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
     delivery = Delivery(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
     return find("sync", settings.sync.name)(delivery, **settings.sync.options)
+
+
+class TrainsAlone:
+    """A trainer whose engine sleeps while it steps (`engine.sleep`). Everything but `step` is the trainer's own."""
+
+    def __init__(self, trainer: Any, engine: Any) -> None:
+        self._trainer, self._engine = trainer, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        await self._engine.sleep()
+        try:
+            return await self._trainer.step(batches)
+        finally:
+            await self._engine.wake()
 
 
 async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:

@@ -101,12 +101,14 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if settings.engine.options.get("sleep"):
+        return 0  # it gives its memory back while batches are trained
     if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if policy.peft is None:
-        return 0 if settings.run.sync_every == 1 else trained
+        return trained if settings.plan.needs_snapshot else 0
     if policy.model.dtype != torch.float32:
         return 0  # it samples through the adapter's own layers
     adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
@@ -126,5 +128,5 @@ def _cache(settings: Settings, policy: Policy, longest: int) -> int:
 
 def num_slots(settings: Settings) -> int:
     """Rollouts that the in-process engine writes at the same time."""
-    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    rollouts = settings.plan.prompts_ahead * settings.run.rollouts_per_prompt
     return min(settings.engine.options.get("concurrency", rollouts), rollouts)

@@ -22,6 +22,7 @@ from podium.stages import Engine
 from podium.trained import find_trained
 
 MIN_TOKEN = 16
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ServeOptions:
     """The flags of `podium serve`."""
 
     model: str
-    host: str
-    port: int
+    host: str | None
+    port: int | None
     uds: Path | None
     token_file: Path | None
     root: Path | None
@@ -40,9 +41,12 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, overrides: list[str]) -> int:
+    if options.uds is not None and (options.host, options.port) != (None, None):
+        raise InputError("--host and --port have no effect beside --uds; remove them, or it")
     token = _token(options)
     settings, weights = _settings(options, overrides)
-    listener = unix_socket(options.uds) if options.uds else tcp_socket(options.host, options.port)
+    port = DEFAULT_PORT if options.port is None else options.port
+    listener = unix_socket(options.uds) if options.uds else tcp_socket(options.host or DEFAULT_HOST, port)
     with listener, tempfile.TemporaryDirectory(prefix="podium-serve-") as own:
         try:
             root = options.root or Path(own)
@@ -82,8 +86,8 @@ def _token(options: ServeOptions) -> bytes | None:
         return None
     if path is None:
         raise InputError(
-            f"--host {options.host}: a port is open to others; give --token-file FILE (made with a new token if it "
-            "is not there), or --uds PATH for a socket of your own"
+            f"--host {options.host or DEFAULT_HOST}: a port is open to others; give --token-file FILE (made with a new "
+            "token if it is not there), or --uds PATH for a socket of your own"
         )
     if not path.exists():
         try:
@@ -113,6 +117,8 @@ def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Pa
             raise InputError(
                 f"podium serve takes no {flag.partition('=')[0]}; --model.key=value and --engine.key=value"
             )
+    if options.engine == "vllm_server":
+        raise InputError("--engine vllm_server is a client of a server; give inprocess or vllm_local")
     engine = {"name": options.engine} | ({"tensor_parallel": options.tp} if options.tp is not None else {})
     return Settings.from_dict(override({"model": trained.model, "engine": engine}, overrides)), trained.weights
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
@@ -27,7 +27,7 @@ from podium.runtime._build import (
     make_trainer,
     read_sources,
 )
-from podium.runtime._engine import make_engine, make_rollout, make_sync
+from podium.runtime._engine import TrainsAlone, make_engine, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._memory import memory_plan
 from podium.runtime._reports import build_reports, check_reports
@@ -53,9 +53,10 @@ def local(
     held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
-    engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
+    engine = make_engine(settings, policy, snapshot=plan.needs_snapshot)
     memory = memory_plan(settings, policy, max(data.lengths))
     trainer = make_trainer(settings, policy, plan, memory)
+    stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     ledger = Ledger(folder)
     pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
     every_report = build_reports(settings, folder, ledger, console_mode, pieces)
@@ -70,16 +71,10 @@ def local(
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=build_pack(settings, memory),
-        trainer=cast(Trainer, LoggedTrainer(trainer, folder)),
+        trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=FolderCheckpoint(
-            folder,
-            trainer,
-            ledger,
-            data.fingerprint,
-            **settings.checkpoint.model_dump(),
-            step=step,
-            warn=to_terminal,
+            folder, trainer, ledger, data.fingerprint, **settings.checkpoint.model_dump(), step=step, warn=to_terminal
         ),
         report=reports,
         evaluation=HeldOut(
@@ -93,5 +88,6 @@ def local(
             held_out.tables if held_out else None,
         ),
         stop_requested=stop_requested,
+        event=folder.event,
     )
     return Wired(stages, engine, plan, reports, ledger)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -85,6 +86,10 @@ def unix_socket(path: Path) -> socket.socket:
     return made
 
 
+def _exit(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+
 def listen(app: Any, listener: socket.socket, started: Callable[[], Awaitable[None]]) -> None:
     """Serves until a signal; `started` is awaited before the first request is taken."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -104,6 +109,9 @@ def listen(app: Any, listener: socket.socket, started: Callable[[], Awaitable[No
         timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
+
+    # uvicorn raises the signal again when it is done; the default would end the process before it has cleaned up.
+    signal.signal(signal.SIGTERM, _exit)
 
     async def serve() -> None:
         await started()

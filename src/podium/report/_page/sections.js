@@ -127,13 +127,51 @@ function drawTimeline(parent) {
   const draw = () => { const end = +slider.value; shown.textContent = " " + lines[end - 1].step; lanes(figure, lines.slice(Math.max(0, end - count), end)); };
   slider.addEventListener("input", () => { ui.window = +slider.value === lines.length ? 0 : +slider.value; keep(); draw(); });
   drawn.push(draw);
+  if (data.moments.length) {
+    const clock = make(grid, "div", undefined, "card", {id: "clock"});
+    make(make(clock, "div", undefined, "charthead"), "h3", "By the clock: what happened at the same time");
+    const place = make(clock, "div");
+    drawn.push(() => momentLanes(place, data.moments));
+  }
   make(card, "p", "Rewards are worked out beside generation; their lane is the sum over all workers. What comes after a step's report (sync, evaluation, commit) stands before the next step's rollouts.", "small soft");
+}
+
+// By the clock, from the last events: what was sampled, trained and pushed at the same time, and when each group came in.
+// Events that name an engine or a worker get a lane for each.
+function momentLanes(figure, moments) {
+  const spans = [], waiting = {}, laneOf = (name, event) => [name, event.engine ?? event.worker].filter(part => part !== undefined).join(" ");
+  for (const event of moments) {
+    if (event.event === "sampling") (waiting[laneOf("", event)] ||= []).push({start: event.time, left: event.ordinals || 1});
+    else if (event.event === "group") {
+      spans.push({lane: laneOf("groups", event), start: event.time, end: event.time, told: `group of prompt ${event.ordinal}`});
+      const open = (waiting[laneOf("", event)] || [])[0];
+      if (open && --open.left === 0) { spans.push({lane: laneOf("sampling", event), start: open.start, end: event.time, told: "sampling"}); waiting[laneOf("", event)].shift(); }
+    } else if (event.event === "trained") spans.push({lane: laneOf("training", event), start: event.time - event.seconds, end: event.time, told: event.updated ? "training" : "training, without an update"});
+    else if (event.event === "pushed") spans.push({lane: laneOf("push", event), start: event.time - event.seconds, end: event.time, told: `weights of version ${event.policy_version}, by ${event.channel}`});
+    else if (event.event === "committed") spans.push({lane: "commit", start: event.time, end: event.time, told: `commit at step ${event.step}`});
+  }
+  figure.textContent = "";
+  if (!spans.length) return;
+  const colours = {sampling: "var(--c0)", groups: "var(--c6)", training: "var(--c1)", push: "var(--c2)", commit: "var(--c4)"}, first = Object.keys(colours);
+  const rows = [...new Set(spans.map(span => span.lane))].sort((a, b) => first.indexOf(a.split(" ")[0]) - first.indexOf(b.split(" ")[0]) || (a < b ? -1 : 1));
+  const [from] = extent(spans.map(span => span.start)), [, to] = extent(spans.map(span => span.end));
+  const width = Math.max(260, figure.clientWidth), left = 88, tall = 22, height = rows.length * tall + 24, length = Math.max(to - from, 1e-9), X = time => left + (time - from) / length * (width - left - 10);
+  const root = svg(figure, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `the last ${duration(length)} by the clock`});
+  rows.forEach((lane, row) => {
+    svg(root, "text", {x: 0, y: row * tall + 15}, visible(lane));
+    svg(root, "line", {x1: left, x2: width - 10, y1: (row + 1) * tall - 1, y2: (row + 1) * tall - 1, stroke: "var(--grid)"});
+  });
+  for (const span of spans) {
+    const bar = svg(root, "rect", {class: "moment", x: X(span.start), y: rows.indexOf(span.lane) * tall + 4, width: Math.max(1.5, X(span.end) - X(span.start)), height: tall - 9, rx: 1.5, fill: colours[span.lane.split(" ")[0]], opacity: 0.8});
+    bar.dataset.tip = `${visible(span.told)}\n` + (span.end > span.start ? duration(span.end - span.start) + ", " : "") + `until ${duration(to - span.end)} before the last event`;
+  }
+  for (const second of ticks(0, length, Math.max(2, width / 130))) svg(root, "text", {x: X(from + second), y: height - 4, "text-anchor": "middle"}, show(second) + " s");
 }
 
 // One lane a stage; the laps of a step follow one another, everything else runs beside its rollouts.
 function lanes(figure, lines) {
   figure.textContent = "";
-  const beside = [...new Set(lines.flatMap(line => Object.keys(line)))].filter(name => /^time\/.*_s$/.test(name)).map(name => name.slice(5, -2)).filter(stage => !data.laps.includes(stage));
+  const beside = [...new Set(lines.flatMap(line => Object.keys(line)))].filter(name => /^time\/.*_s$/.test(name)).map(name => name.slice(5, -2)).filter(stage => !data.laps.includes(stage) && !/waits|overlapped/.test(stage));
   const has = stage => lines.some(line => line[`time/${stage}_s`] > 0);
   const rows = [...["rollout", ...beside, "pack", "train", "report", "sync", "eval", "checkpoint"], ...data.laps].filter((stage, index, all) => all.indexOf(stage) === index && has(stage));
   const width = Math.max(260, figure.clientWidth), left = 88, tall = 22, height = rows.length * tall + 24;
