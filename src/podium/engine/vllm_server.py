@@ -6,7 +6,6 @@ wrote it, and one by another run's or by a restarted server's is an error.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -19,7 +18,7 @@ from pydantic import Field
 from podium.engine._connection import Connection, token_of
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
 from podium.model.fingerprint import tokenizer_fingerprint
-from podium.model.handoff import manifest_of, publish, remove_published
+from podium.model.handoff import publish, read_manifest, remove_published
 from podium.model.load import Policy
 from podium.records import Answer, Request, Sampling
 
@@ -113,7 +112,7 @@ class VllmServer:
             await asyncio.to_thread(remove_published, folder)
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        manifest = json.loads(manifest_of(folder).read_text())
+        manifest = read_manifest(folder)
         body = {"id": folder.name, "version": version, "in_flight": self.in_flight, "run": self._run}
         taken = await self._connection.post("/reload_weights", body)
         file = "adapter_model.safetensors" if manifest["kind"] == "adapter" else "model.safetensors"

@@ -1,10 +1,13 @@
 """From settings to an engine, what asks it and what feeds it."""
 
+import inspect
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from podium.data._order import OrderedData
 from podium.lookup import find
@@ -19,8 +22,16 @@ from podium.sync._probe import TOLERANCE
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
-    """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    engine = find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    """`snapshot`: the engine keeps its weights while the trainer moves on.
+
+    An engine with an argument called `compute_dtype` is handed that of the trainer's matrix products.
+    """
+    make = find("engine", settings.engine.name)
+    wiring: tuple[Any, ...] = (policy, snapshot)
+    if "compute_dtype" in inspect.signature(make).parameters:
+        precision = settings.trainer.options.get("precision", "float32")
+        wiring += (None if precision == "float32" else getattr(torch, precision),)
+    engine = make(*wiring, **settings.engine.options)
     if hasattr(engine, "in_flight"):
         engine.in_flight = settings.run.in_flight
     return engine

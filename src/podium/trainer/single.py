@@ -194,10 +194,12 @@ class Single:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
         placed = []
+        takes_snapshot = self._has_several_updates and self._loss.takes_snapshot
         for batch in batches:
-            parts = [self._place(part) for part in halved(batch, self._halvings)]
+            is_looked_at = takes_snapshot or self._reference is not None
+            parts = [self._place(part) for part in halved(batch, self._halvings)] if is_looked_at else []
             frozen: dict[str, torch.Tensor] = {}
-            if self._has_several_updates and self._loss.takes_snapshot:
+            if takes_snapshot:
                 frozen["old_logprobs"] = torch.cat([self._snapshot(part) for part in parts])
             if self._reference:
                 frozen["reference_logprobs"] = torch.cat([self._reference.logprobs(part) for part in parts])
