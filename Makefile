@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo demo-full test check format benchmark clean
+.PHONY: demo demo-full test check format docs benchmark clean
 
 demo: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/settings.toml
@@ -25,6 +25,10 @@ check: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff format src tests benchmarks examples
 	$(BIN)/ruff check --fix src tests benchmarks examples
+
+docs: $(VENV)/.core
+	$(BIN)/python -m podium.reference docs/settings.md
+	$(BIN)/python -m podium.report._glossary > docs/metrics.md
 
 benchmark: $(VENV)/.test
 	$(BIN)/python benchmarks/end_to_end.py

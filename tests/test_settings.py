@@ -172,7 +172,7 @@ TOP = (
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, dropout, r, targets"),
         (
             {"eval": {"evry": 1}},
-            "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
+            "eval.evry is not a setting; valid here: data, every, n, pass_at, temperature, top_k, top_p",
         ),
         ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
         (

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.errors import InputError
-from podium.evaluation import eval_metrics, held_out_groups
+from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
 from podium.records import Group, RunState
@@ -81,6 +81,11 @@ def resume(
 
 def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float]:
     """Held-out metrics of `[model]`, or of trained `weights` (a model folder or an adapter folder)."""
+    return held_out_results(settings, weights).metrics()
+
+
+def held_out_results(settings: Settings, weights: Path | None = None) -> Results:
+    """The same, with every rollout."""
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = settings.resolve()
@@ -97,7 +102,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         return await held_out_groups(rollout, scoring, held_out.in_order())
 
     with closing(engine), closing(scoring):
-        return eval_metrics(asyncio.run(groups()))
+        return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 
 def _new_path(name: str) -> Path:

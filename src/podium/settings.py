@@ -110,13 +110,7 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
-        keys = ("every", "n", "temperature", "top_k", "top_p")
-        changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
-        if changed and not self.eval.data:
-            raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
-        if self.eval.temperature == 0 and {"n", "top_k", "top_p"} & set(changed):
-            key = next(key for key in changed if key in ("n", "top_k", "top_p"))
-            raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
+        _refuse_idle_evaluation(self.eval)
         return self
 
     def resolve(self) -> "Settings":
@@ -187,6 +181,20 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_idle_evaluation(given: Eval) -> None:
+    """Keys of `[eval]` that would have no effect."""
+    keys = ("every", "n", "pass_at", "temperature", "top_k", "top_p")
+    changed = [key for key in keys if getattr(given, key) != Eval.model_fields[key].default]
+    if changed and not given.data:
+        raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
+    if given.temperature == 0 and {"n", "pass_at", "top_k", "top_p"} & set(changed):
+        key = next(key for key in changed if key in ("n", "pass_at", "top_k", "top_p"))
+        raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
+    for k in given.pass_at or ():
+        if k > given.n:
+            raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
 
 
 def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:

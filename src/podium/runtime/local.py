@@ -74,13 +74,7 @@ def local(
         trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=FolderCheckpoint(
-            folder,
-            trainer,
-            ledger,
-            data.fingerprint,
-            **settings.checkpoint.model_dump(),
-            step=step,
-            warn=to_terminal,
+            folder, trainer, ledger, data.fingerprint, **settings.checkpoint.model_dump(), step=step, warn=to_terminal
         ),
         report=reports,
         evaluation=HeldOut(
@@ -90,6 +84,8 @@ def local(
             lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
+            settings.eval.ks,
+            held_out.tables if held_out else None,
         ),
         stop_requested=stop_requested,
         event=folder.event,
