@@ -21,7 +21,7 @@ from podium.model.forward import Placed, place
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 from podium.trainer._checks import check_ids
-from podium.trainer._ranks import sum_over_ranks, together
+from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
 from podium.trainer._step import gradients_of_update
 
 OBJECTIVES = {
@@ -105,7 +105,15 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
             raise torch.OutOfMemoryError("too large")
         return model(placed.batch)
 
-    made: Any = gradients_of_update(logprobs_of, place_on_cpu, model, placed, objective, 0)  # type: ignore[arg-type]
+    made: Any = gradients_of_update(
+        logprobs_of,
+        place_on_cpu,
+        model,  # type: ignore[arg-type]
+        placed,
+        objective,
+        0,
+        lambda: sum_gradients(model.parameters()),
+    )
     metrics, halvings = made
     gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
     return {"metrics": metrics, "gradients": gradients, "halvings": halvings}

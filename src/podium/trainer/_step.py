@@ -14,7 +14,7 @@ from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
 from podium.trainer._checks import refuse_split_gap, split_gap
-from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_gradients, sum_over_ranks, worst_over_ranks
+from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_over_ranks, worst_over_ranks
 
 LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
@@ -27,6 +27,7 @@ def gradients_of_update(
     batches: Sequence[Placed],
     loss: Loss,
     halvings: int,
+    sum_gradients: Callable[[], None],
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
@@ -41,7 +42,7 @@ def gradients_of_update(
         model.zero_grad(set_to_none=True)
         totals = _attempt(logprobs_of, parts, loss)
         if totals is not None:
-            sum_gradients(model.parameters())
+            sum_gradients()
             return _metrics(totals), halvings
         halvings += 1
         if torch.cuda.is_available():

@@ -11,14 +11,14 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
+from podium.model.forward import Placed, batch_of, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy
 from podium.model.random_state import random_state, set_random_state
@@ -26,7 +26,7 @@ from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
 from podium.trainer._checks import check_ids, check_shared_prefix
 from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_optimizer, optimizer_state
-from podium.trainer._ranks import sum_over_ranks, together
+from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved
@@ -36,6 +36,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Single:
     """`total_steps` is the run's length, which a decaying learning rate is stretched over."""
+
+    is_sharded: ClassVar[bool] = False
+    """Whether a rank holds a part of each weight only; then an engine needs a copy of its own."""
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class Single:
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
+        self._spread_weights()
         self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
@@ -98,12 +102,10 @@ class Single:
         return await on_device_thread(self._step, batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(
-            sequence_logprobs, self._model, list(token_ids), compute_dtype=self._compute_dtype
-        )
+        return await on_device_thread(self._score, list(token_ids))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._policy.named_weights()
+        return ((name, self._whole(tensor)) for name, tensor in self._policy.named_weights())
 
     def state(self) -> dict[str, torch.Tensor]:
         tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
@@ -111,7 +113,7 @@ class Single:
         tensors |= self._reference.state() if self._reference else {}
         tensors |= random_state()
         tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return {name: self._whole(t.detach()).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -121,10 +123,10 @@ class Single:
             other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
             raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
         for name, parameter in self._parameters.items():
-            parameter.copy_(tensors[f"weights.{name}"])
-        load_optimizer_state(self._optimizer, self._parameters, tensors)
+            parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
+        load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
         if self._reference:
-            self._reference.load_state(tensors)
+            self._reference.load_state(tensors, self._part_for)
         self._num_steps = int(tensors["num_steps"])
         self._halvings = int(tensors.get("halvings", 0))  # checkpoints written before it was kept have none
         set_random_state(tensors)
@@ -136,6 +138,20 @@ class Single:
         else:
             self._policy.peft.save_pretrained(folder)
             (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+
+    def _spread_weights(self) -> None:
+        """Before the optimizer is made; here every rank keeps them whole."""
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a tensor of which this rank may hold a part; every rank asks for it."""
+        return tensor
+
+    def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole tensor this rank holds, given the parameter that it belongs to."""
+        return whole.to(parameter.device)
+
+    def _sum_gradients(self) -> None:
+        sum_gradients(self._model.parameters())
 
     def _step(self, batches: Sequence[Batch]) -> UpdateResult:
         if not batches:
@@ -203,6 +219,10 @@ class Single:
     def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
         return policy_logprobs(self._model, placed, self._compute_dtype)
 
+    def _score(self, token_ids: list[int]) -> list[float]:
+        placed = place(batch_of(token_ids), self._policy.device)
+        return self._snapshot(placed)[placed.row.loss_places].tolist()
+
     @torch.no_grad()
     def _snapshot(self, placed: Placed) -> torch.Tensor:
         """The policy's logprobs as they are now, `[T]`."""
@@ -212,10 +232,11 @@ class Single:
         """One optimizer step; a gradient that is not finite makes none."""
         self._model.train()
         metrics, self._halvings = gradients_of_update(
-            self._logprobs, self._place, self._model, batches, self._loss, self._halvings
+            self._logprobs, self._place, self._model, batches, self._loss, self._halvings, self._sum_gradients
         )
         self._model.eval()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
+        norm = float(self._whole(norm))
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
         if is_finite:
             self._optimizer.step()
