@@ -39,19 +39,21 @@ class Line:
     def __init__(self) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
         """Tells every other rank to do it; `payloads` has one entry a rank, 0's own included. Inside, rank 0 does its
         own part."""
-        with self._lock:
+        assert self._lock.acquire(blocking=False), f"{name} was ordered before the last order was done"
+        try:
             with _lost_ranks_named():
                 for rank in range(1, self.ranks):
                     self._send(name.encode(), rank)
                     self._send(b"" if payloads is None else payloads[rank], rank)
-            with _lost_ranks_named():
                 yield
+        finally:
+            self._lock.release()
 
     def hear(self) -> tuple[str, bytes]:
         return self._receive(0).decode(), self._receive(0)
@@ -123,12 +125,16 @@ class RankedTrainer:
 
 
 class RankedEngine:
-    """Every rank's engine as one: each writes its share of the prompts, from its own rank's weights."""
+    """Every rank's engine as one: each writes its share of the prompts, from its own rank's weights.
+
+    Answers arrive when all ranks are done, so that no order comes in between.
+    """
 
     channels = ("shared",)
 
-    def __init__(self, engine: Engine, line: Line) -> None:
-        self._engine, self._line = engine, line
+    def __init__(self, engine: Engine, trainer: Trainer, line: Line) -> None:
+        """`trainer` is rank 0's own, not the ranked one."""
+        self._engine, self._trainer, self._line = engine, trainer, line
         self.dtype = getattr(engine, "dtype", "float32")
 
     @property
@@ -139,11 +145,12 @@ class RankedEngine:
         ranks = self._line.ranks
         shares = [wire.requests_to_bytes(requests[rank::ranks], sampling) for rank in range(ranks)]
         with self._line.order("generate", shares):
-            async for answer in self._engine.generate(requests[::ranks], sampling):
-                yield answer
+            answers = [answer async for answer in self._engine.generate(requests[::ranks], sampling)]
             for content in await on_device_thread(self._line.replies):
-                for answer in wire.answers_from_bytes(content):
-                    yield answer
+                answers += wire.answers_from_bytes(content)
+        by_key = {answer.key: answer for answer in answers}
+        for request in requests:
+            yield by_key[request.key]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Rank 0's; a rank whose engine says something else is named."""
@@ -159,7 +166,7 @@ class RankedEngine:
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Each rank's from its own trainer, which made the same update."""
         with self._line.order("load_weights", [str(version).encode()] * self._line.ranks):
-            await self._engine.load_weights(weights, version)
+            await self._engine.load_weights(self._trainer.weights(), version)
 
     async def load_folder(self, folder: Path, version: int) -> None:
         raise AssertionError("ranks share memory with their trainer")
