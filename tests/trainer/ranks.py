@@ -112,6 +112,7 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
         placed,
         objective,
         0,
+        lambda loss, is_last: loss.backward(),
         lambda: sum_gradients(model.parameters()),
     )
     metrics, halvings = made

@@ -58,14 +58,18 @@ class Policy:
         return config.lora_alpha / config.r
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine takes over: parameters by name, or an adapter as `<layer>.lora_A` and `<layer>.lora_B`."""
+        """What an engine takes over, by the names of `named_trained`."""
+        return ((name, parameter.detach()) for name, parameter in self.named_trained())
+
+    def named_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by name, or an adapter's as `<layer>.lora_A` and `<layer>.lora_B`."""
         if self.peft is None:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            yield from self.model.named_parameters()
             return
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
-                yield f"{name}.lora_A", module.lora_A["default"].weight.detach()  # type: ignore[index]
-                yield f"{name}.lora_B", module.lora_B["default"].weight.detach()  # type: ignore[index]
+                yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,misc]
+                yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
 
 
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:

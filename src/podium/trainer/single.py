@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -81,7 +81,9 @@ class Single:
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._optimizer: Any = make_optimizer(
+            self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay
+        )
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
             None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
@@ -108,8 +110,7 @@ class Single:
         return ((name, self._whole(tensor)) for name, tensor in self._policy.named_weights())
 
     def state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
-        tensors |= dict(optimizer_state(self._optimizer, self._parameters))
+        tensors = self._trained_state()
         tensors |= self._reference.state() if self._reference else {}
         tensors |= random_state()
         tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
@@ -118,13 +119,11 @@ class Single:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
-        mine = {name: parameter.shape for name, parameter in self._parameters.items()}
+        mine = {name: self._shape(parameter) for name, parameter in self._parameters.items()}
         if saved != mine:
             other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
             raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
-        load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
+        self._load_trained_state(tensors)
         if self._reference:
             self._reference.load_state(tensors, self._part_for)
         self._num_steps = int(tensors["num_steps"])
@@ -139,6 +138,16 @@ class Single:
             self._policy.peft.save_pretrained(folder)
             (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """What is trained and what the optimizer keeps of it, by name."""
+        weights = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
+        return weights | dict(optimizer_state(self._optimizer, self._parameters))
+
+    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
+        load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
+
     def _spread_weights(self) -> None:
         """Before the optimizer is made; here every rank keeps them whole."""
 
@@ -146,12 +155,29 @@ class Single:
         """All of a tensor of which this rank may hold a part; every rank asks for it."""
         return tensor
 
+    def _shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Of the whole parameter."""
+        return parameter.shape
+
     def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """What of a whole tensor this rank holds, given the parameter that it belongs to."""
         return whole.to(parameter.device)
 
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """`is_last`: no other batch of this update follows."""
+        loss.backward()
+
     def _sum_gradients(self) -> None:
         sum_gradients(self._model.parameters())
+
+    def _clip_gradients(self) -> float:
+        """The gradient's norm over all of them, before it was clipped."""
+        return float(self._whole(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)))
+
+    def _apply_gradients(self, is_finite: bool) -> None:
+        """The optimizer's step, or none."""
+        if is_finite:
+            self._optimizer.step()
 
     def _step(self, batches: Sequence[Batch]) -> UpdateResult:
         if not batches:
@@ -232,12 +258,17 @@ class Single:
         """One optimizer step; a gradient that is not finite makes none."""
         self._model.train()
         metrics, self._halvings = gradients_of_update(
-            self._logprobs, self._place, self._model, batches, self._loss, self._halvings, self._sum_gradients
+            self._logprobs,
+            self._place,
+            self._model,
+            batches,
+            self._loss,
+            self._halvings,
+            self._backward,
+            self._sum_gradients,
         )
         self._model.eval()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
-        norm = float(self._whole(norm))
+        norm = self._clip_gradients()
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
-        if is_finite:
-            self._optimizer.step()
+        self._apply_gradients(is_finite)
         return metrics | {"optim/grad_norm": norm, "optim/skipped": float(not is_finite)}
