@@ -49,13 +49,21 @@ class Policy:
     @property
     def vocabulary(self) -> int:
         """Ids that the model can write; more than the tokenizer knows where its table is padded."""
-        return head_weight(self.model).shape[0]
+        return head_weight(self.twin).shape[0]  # the model's own may be spread over ranks
 
     @property
     def adapter_scale(self) -> float:
         """alpha / r."""
         config = self.peft.peft_config["default"]
         return config.lora_alpha / config.r
+
+    def separate_twin(self, keep: bool = True) -> None:
+        """Gives the twin weights of its own, or none at all, before those of the model are spread over ranks."""
+        for module in self.twin.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                own = parameter.detach().clone() if keep else parameter.detach().to("meta")
+                setattr(module, name, torch.nn.Parameter(own, requires_grad=False))
+        self.twin.tie_weights()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What an engine takes over, by the names of `named_trained`."""

@@ -65,6 +65,8 @@ class Deepspeed(Single):
 
         model: Any = self._model
         head = model.get_output_embeddings().weight
+        if self._zero == 3:
+            self._policy.separate_twin(keep=dist.get_rank() == 0)
         model.forward = types.MethodType(policy_logprobs, model)  # what DeepSpeed wraps is what is trained
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,

@@ -26,6 +26,8 @@ class Fsdp(Single):
         if not dist.is_initialized():
             raise InputError("trainer.name = 'fsdp' is for several ranks; set runtime.ranks, or use 'single'")
         model: Any = self._model
+        if dist.get_rank():
+            self._policy.separate_twin(keep=False)  # rank 0's engine samples
         for layers in model.get_decoder().children():
             if isinstance(layers, torch.nn.ModuleList):
                 for layer in layers:
