@@ -39,7 +39,7 @@ class Line:
 
     def __init__(self) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        self._group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ def batches_from_bytes(content: bytes) -> list[Batch]:
     made = []
     for place, plain in enumerate(json.loads(head)):
         prefix = f"{place}."
-        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        own: Any = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
         made.append(Batch(**tuples, **own))
     return made

@@ -5,8 +5,11 @@ checkpoint files are pickles and are never written: whole tensors go into Podium
 with another number of ranks, or with one.
 """
 
+import logging
 import math
+import os
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +29,20 @@ from podium.trainer._ranks import sum_over_ranks
 from podium.trainer.single import Single
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it calls by older names
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise InputError(
+            f"trainer.name = 'deepspeed': DeepSpeed cannot be imported ({error}); pip install deepspeed, or use 'fsdp'"
+        ) from None
+    return deepspeed
 
 
 @with_options_of(Single)
@@ -61,8 +78,7 @@ class Deepspeed(Single):
         return self._zero == 3
 
     def _start(self, offload: bool) -> None:
-        import deepspeed
-
+        deepspeed = _import_deepspeed(self._policy.device)
         model: Any = self._model
         head = model.get_output_embeddings().weight
         if self._zero == 3:
@@ -134,9 +150,9 @@ class Deepspeed(Single):
             write_adapter(Path(folder), self._policy.peft.peft_config["default"], weights.items())
 
     def _gathered(self, parameter: torch.nn.Parameter, modifier: int | None = None) -> Any:
-        import deepspeed
+        from deepspeed.runtime.zero import GatheredParameters
 
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier, enabled=self._zero == 3)
+        return GatheredParameters([parameter], modifier_rank=modifier, enabled=self._zero == 3)
 
     def _shape(self, parameter: torch.Tensor) -> torch.Size:
         return getattr(parameter, "ds_shape", parameter.shape)
