@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
@@ -25,7 +26,9 @@ from podium.runtime._build import (
     eval_options,
     read_sources,
 )
+from podium.runtime._core import check_ranks
 from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._launch import is_rank, launch
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
@@ -61,6 +64,8 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
+    if ranks := _ranks_to_launch(settings):
+        return _launched(settings, ranks, folder=None, step=None, console_mode=console_mode)
     with StopSignal() as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
@@ -71,6 +76,8 @@ def resume(
     settings: Settings, folder: RunFolder, *, step: int | None = None, console_mode: str | None = None
 ) -> Summary:
     """Goes on from the newest checkpoint, or that of `step`; `settings` are the run's own, perhaps with more steps."""
+    if ranks := _ranks_to_launch(settings):
+        return _launched(settings, ranks, folder=str(folder.path), step=step, console_mode=console_mode)
     folder.lock()
     try:
         with StopSignal() as stop:
@@ -103,6 +110,17 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
 
     with closing(engine), closing(scoring):
         return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
+
+
+def _ranks_to_launch(settings: Settings) -> int:
+    """How many processes this run needs; 0 where this one is enough, or is one of them already."""
+    ranks = settings.runtime.options.get("ranks", 1)
+    return 0 if ranks == 1 or is_rank() else ranks
+
+
+def _launched(settings: Settings, ranks: int, **job: Any) -> Summary:
+    check_ranks(settings, ranks)
+    return Summary(**launch({"settings": settings.to_dict(), **job}, ranks))
 
 
 def _new_path(name: str) -> Path:

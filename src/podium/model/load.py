@@ -49,7 +49,7 @@ class Policy:
     @property
     def vocabulary(self) -> int:
         """Ids that the model can write; more than the tokenizer knows where its table is padded."""
-        return head_weight(self.model).shape[0]
+        return head_weight(self.twin).shape[0]  # the model's own may be spread over ranks
 
     @property
     def adapter_scale(self) -> float:
@@ -57,15 +57,27 @@ class Policy:
         config = self.peft.peft_config["default"]
         return config.lora_alpha / config.r
 
+    def separate_twin(self, keep: bool = True) -> None:
+        """Gives the twin weights of its own, or none at all, before those of the model are spread over ranks."""
+        for module in self.twin.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                own = parameter.detach().clone() if keep else parameter.detach().to("meta")
+                setattr(module, name, torch.nn.Parameter(own, requires_grad=False))
+        self.twin.tie_weights()
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine takes over: parameters by name, or an adapter as `<layer>.lora_A` and `<layer>.lora_B`."""
+        """What an engine takes over, by the names of `named_trained`."""
+        return ((name, parameter.detach()) for name, parameter in self.named_trained())
+
+    def named_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by name, or an adapter's as `<layer>.lora_A` and `<layer>.lora_B`."""
         if self.peft is None:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            yield from self.model.named_parameters()
             return
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
-                yield f"{name}.lora_A", module.lora_A["default"].weight.detach()  # type: ignore[index]
-                yield f"{name}.lora_B", module.lora_B["default"].weight.detach()  # type: ignore[index]
+                yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,misc]
+                yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
 
 
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:

@@ -278,14 +278,15 @@ def build_filter(settings: Settings) -> Any:
     return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
 
 
-def build_pack(settings: Settings, memory: MemoryPlan) -> Any:
-    """Groups in, batches out."""
+def build_pack(settings: Settings, memory: MemoryPlan, ranks: int) -> Any:
+    """Groups in, batches out, as many for each rank."""
     return partial(
         pack,
         max_tokens_per_batch=memory.max_tokens_per_batch,
         temperature=settings.rollout.options.get("temperature", 1.0),
         minibatches=settings.trainer.options.get("minibatches_per_step", 1),
         shared_prefix=settings.pack.shared_prefix,
+        ranks=ranks,
     )
 
 
