@@ -278,7 +278,7 @@ def build_filter(settings: Settings) -> Any:
     return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
 
 
-def build_pack(settings: Settings, memory: MemoryPlan, ranks: int) -> Any:
+def build_pack(settings: Settings, memory: MemoryPlan, ranks: int = 1) -> Any:
     """Groups in, batches out, as many for each rank."""
     return partial(
         pack,
