@@ -200,7 +200,7 @@ class Inprocess:
             if layer and self._model is self._trained:
                 continue
             if layer:
-                halves[part[0]] = tensor
+                halves[part[0]] = tensor.to(self._device)  # from a folder it comes on the CPU
                 if len(halves) == 2:
                     self._lay_over(layer, halves.pop("A"), halves.pop("B"))
             elif own[name].data_ptr() != tensor.data_ptr():

@@ -77,7 +77,9 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     parameters: Parameters,
     tensors: Mapping[str, torch.Tensor],
-    part_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    part_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole.to(
+        parameter.device
+    ),
 ) -> None:
     """The inverse; a parameter without saved slots has not been updated yet.
 
