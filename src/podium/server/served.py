@@ -42,7 +42,7 @@ class Maker:
     engine: Callable[[Policy], Engine]
     one_engine: bool
     """Whether the old engine must be closed before a new one is built, because the two do not fit beside each other."""
-    max_calls: int
+    max_calls: int = 256
     """That the engine works on at the same time; the others wait outside, where a swap need not wait for them."""
 
 
