@@ -139,8 +139,9 @@ def _maker(settings: Settings, weights: Path | None, lora_rank: int | None) -> M
     def engine(policy: Policy) -> Engine:
         return find("engine", settings.engine.name)(policy, False, **settings.engine.options)
 
-    is_inprocess = settings.engine.name == "inprocess"
-    return Maker(policy, lambda: load(own_lora, adapter or full), engine, one_engine=not is_inprocess)
+    is_inprocess = settings.engine.name == "inprocess"  # its calls take turns and gain nothing from each other
+    max_calls = 4 if is_inprocess else Maker.max_calls
+    return Maker(policy, lambda: load(own_lora, adapter or full), engine, not is_inprocess, max_calls)
 
 
 def _model(model: Model, lora: Any) -> Model:
