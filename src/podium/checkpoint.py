@@ -67,7 +67,8 @@ class FolderCheckpoint:
         if saved["data_fingerprint"] != self._data_fingerprint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         self._trainer.load_state(load_file(chosen / "trainer.safetensors"))
-        state = RunState(**saved["state"] | {"retired": tuple(saved["state"].get("retired", ()))})
+        listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
+        state = RunState(**saved["state"] | listed)
         self._ledger.check(saved["ledger"])
         self._set_aside(state.step)  # before the ledger is cut: killed in between, this one is still the newest
         self._ledger.rewind(saved["ledger"])

@@ -118,6 +118,20 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
     return serve(ServeOptions(**{name: getattr(options, name) for name in fields}), overrides)
 
 
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.report._serve import report_server
+
+    if overrides:
+        raise InputError(f"podium report takes no {overrides[0]}")
+    with report_server(options.run, options.port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -160,6 +174,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535, 0 for any free one")
+    return int(text)
+
+
 def _console_mode(options: argparse.Namespace) -> str | None:
     """`--json` and `--quiet` are the console report's modes, for this call only."""
     return "json" if options.json else "quiet" if options.quiet else None
@@ -167,8 +187,8 @@ def _console_mode(options: argparse.Namespace) -> str | None:
 
 SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
-    ("--host", {"default": "127.0.0.1"}),
-    ("--port", {"type": int, "default": 8000, "help": "0: any that is free"}),
+    ("--host", {"help": "by default 127.0.0.1"}),
+    ("--port", {"type": int, "help": "by default 8000; 0: any that is free"}),
     ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
     ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
     ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),
@@ -225,6 +245,9 @@ def _parser() -> argparse.ArgumentParser:
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
     )
     command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
+    run = ("run", {"type": Path, "metavar": "RUN"})
+    port = ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"})
+    command("report", report, "the page of a run, or of a folder of runs, live on this machine", run, port)
     command("show", show, "the settings, resolved", settings, as_json)
     command(
         "list",

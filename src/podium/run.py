@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from podium import loop, loop_async
 from podium.errors import InputError
 from podium.evaluation import eval_metrics, held_out_groups
 from podium.lookup import find
-from podium.loop import train as loop
 from podium.model.load import load_policy
 from podium.records import Group, RunState
 from podium.run_folder import RunFolder
@@ -116,7 +116,8 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     """The loop; however it ends, the status says so and the lock is gone."""
     try:
         started = time.monotonic()
-        state = asyncio.run(loop(wired.stages, wired.plan))
+        schedule = loop_async if wired.plan.max_lag else loop
+        state = asyncio.run(schedule.train(wired.stages, wired.plan))
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
         folder.write_status(summary.state, state.step, wired.plan.steps, summary.message)
         folder.event(summary.state, step=state.step)
@@ -124,9 +125,9 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         return summary
     except BaseException as error:
         if wired.reports.has_started:
-            wired.reports.fail()
             folder.fail(f"{type(error).__name__}: {error}")
             folder.event("failed", error=type(error).__name__, message=str(error))
+            wired.reports.fail()
         raise
     finally:
         wired.stages.reward.close()

@@ -88,6 +88,16 @@ class Settings(Section):
     def _sections_agree(self) -> "Settings":
         if self.run.rollouts_per_prompt < 2:
             raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
+        if self.run.max_lag and self.run.sync_every != 1:
+            raise InputError(
+                f"run.max_lag = {self.run.max_lag} with run.sync_every = {self.run.sync_every}: the async loop syncs "
+                "after every step; remove one of them"
+            )
+        if self.run.in_flight and not self.run.max_lag:
+            raise InputError(
+                "run.in_flight has no effect with run.max_lag = 0: nothing is written while weights change; "
+                "set max_lag to 1 or more, or remove it"
+            )
         if not self.data:
             raise InputError("data: at least one [[data]] table is needed")
         _refuse_half_a_mixture(self.data, self.eval.data)

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,27 @@ class Connection:
 
     def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
         """One call without an event loop."""
-        transport = httpx.HTTPTransport(uds=self._socket) if self._socket else None
+        transport = httpx.HTTPTransport(uds=self._socket)
         with httpx.Client(transport=transport, **self._options(timeout_s)) as client:
             for attempt in range(RETRIES + 1):
                 try:
+                    self._knock()
                     return self._checked(client.request(method, path, json=body))
                 except httpx.HTTPError as error:
                     if attempt == RETRIES or not isinstance(error, CONNECT_FAILURES):
                         raise self._broken(error) from None
         raise AssertionError("unreachable")
+
+    def _knock(self) -> None:
+        """A unix socket that nobody listens on; httpx would leave its end of it open."""
+        if self._socket is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(10.0)
+            try:
+                probe.connect(self._socket)
+            except OSError as error:
+                raise httpx.ConnectError(error.strerror or str(error)) from None
 
     async def post(self, path: str, body: Any) -> Any:
         """One call that may be made twice: its effect is the same."""
@@ -55,7 +68,7 @@ class Connection:
             await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("unreachable")
 
-    async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
+    async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
         """The lines of an answer. A call that was not taken is made again; one that broke off is an error."""
         for attempt in range(RETRIES + 1):
             has_begun = False
@@ -84,11 +97,10 @@ class Connection:
         """One client an event loop: connections cannot go from one to another."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
-            transport = httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None
             # Calls are few and long: none waits for a connection that the server has just closed.
             limits = httpx.Limits(max_connections=self._calls, max_keepalive_connections=0)
-            options = self._options(self._timeout_s)
-            self._client = (loop, httpx.AsyncClient(transport=transport, limits=limits, **options))
+            transport = httpx.AsyncHTTPTransport(uds=self._socket, limits=limits)
+            self._client = (loop, httpx.AsyncClient(transport=transport, **self._options(self._timeout_s)))
         return self._client[1]
 
     def _options(self, timeout_s: float) -> dict[str, Any]:
@@ -111,18 +123,18 @@ class Connection:
             told = str(response.json()["error"])[:500]
         except (ValueError, KeyError, TypeError):
             told = "no reason given"
-        status, kind = response.status_code, EngineError
+        status, path, kind = response.status_code, response.request.url.path, EngineError
         if status == 401:
             raise InputError(
                 f"engine {self.url} does not accept the token; give engine.token_file or engine.token_env the token "
                 "that the server was started with"
             )
-        if response.request.url.path == "/reload_weights" and status in (403, 404, 422):
+        if path == "/reload_weights" and status in (403, 404, 422):
             kind = WeightsError
         elif status == 503:
             kind = BusyError
-        elif status in (400, 409, 413, 415, 422):
-            kind = InputError
+        elif status in (400, 413, 415, 422) or (path == "/claim" and status == 409):
+            kind = InputError  # a claim that was lost later is the engine's doing
         raise kind(f"engine {self.url} answered {status}: {told}")
 
     def _parsed(self, text: str) -> Any:

@@ -6,10 +6,9 @@ wrote it, and one by another run's or by a restarted server's is an error.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from pydantic import Field
 from podium.engine._connection import Connection, token_of
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
 from podium.model.fingerprint import tokenizer_fingerprint
-from podium.model.handoff import manifest_of, publish, remove_published
+from podium.model.handoff import publish, read_manifest, remove_published
 from podium.model.load import Policy
 from podium.records import Answer, Request, Sampling
 
@@ -113,7 +112,7 @@ class VllmServer:
             await asyncio.to_thread(remove_published, folder)
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        manifest = json.loads(manifest_of(folder).read_text())
+        manifest = read_manifest(folder)
         body = {"id": folder.name, "version": version, "in_flight": self.in_flight, "run": self._run}
         taken = await self._connection.post("/reload_weights", body)
         file = "adapter_model.safetensors" if manifest["kind"] == "adapter" else "model.safetensors"
@@ -137,8 +136,10 @@ class VllmServer:
     async def _call(self, requests: Sequence[Request], sampling: Sampling, ready: asyncio.Queue[Any]) -> None:
         asked = {request.key: request for request in requests}
         try:
-            async for line in self._connection.stream("/generate", _body(requests, sampling, self._run)):
-                ready.put_nowait(self._answer(line, asked))
+            body = _body(requests, sampling, self._run)
+            async with aclosing(self._connection.stream("/generate", body)) as lines:
+                async for line in lines:
+                    ready.put_nowait(self._answer(line, asked))
             ready.put_nowait(None)
         except Exception as error:
             ready.put_nowait(error)

@@ -146,12 +146,17 @@ class Keeper:
 
 def _load(given: Mapping[str, Any]) -> Any:
     """The policy and its engine."""
+    import torch
+
     from podium.lookup import find
     from podium.model.load import load_policy
     from podium.sections import Model
 
     policy = load_policy(Model.model_validate(given["model"]), seed=0)
-    return policy, find("engine", given["engine"])(policy, False, **given["options"])
+    make, wiring = find("engine", given["engine"]), [policy, False]
+    if given["compute_dtype"] and given["engine"] == "inprocess":
+        wiring.append(getattr(torch, given["compute_dtype"]))
+    return policy, make(*wiring, **given["options"])
 
 
 def _serve(given: Mapping[str, Any], loaded: Any, path: Path, root: Path) -> None:

@@ -15,13 +15,14 @@ from podium.model.load import Policy, load_policy
 from podium.sections import Lora, Model
 from podium.server.app import make_app
 from podium.server.auth import digest
-from podium.server.listen import listen, tcp_socket, unix_socket
+from podium.server.listen import listen, tcp_socket, unix_socket, url_of
 from podium.server.served import Maker, Served
 from podium.server.weights import AdapterShape
 from podium.settings import Settings, override, read_toml
 from podium.stages import Engine
 
 MIN_TOKEN = 16
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ServeOptions:
     """The flags of `podium serve`."""
 
     model: str
-    host: str
-    port: int
+    host: str | None
+    port: int | None
     uds: Path | None
     token_file: Path | None
     root: Path | None
@@ -40,20 +41,23 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, overrides: list[str]) -> int:
+    if options.uds is not None and (options.host, options.port) != (None, None):
+        raise InputError("--host and --port have no effect beside --uds; remove them, or it")
     token = _token(options)
     settings, weights = _settings(options, overrides)
-    listener = unix_socket(options.uds) if options.uds else tcp_socket(options.host, options.port)
+    port = DEFAULT_PORT if options.port is None else options.port
+    listener = unix_socket(options.uds) if options.uds else tcp_socket(options.host or DEFAULT_HOST, port)
     with listener, tempfile.TemporaryDirectory(prefix="podium-serve-") as own:
         try:
             root = options.root or Path(own)
             root.mkdir(parents=True, exist_ok=True)
             served = Served(_maker(settings, weights, options.lora_rank), root.resolve())
             app = make_app(served, token, settings.engine.name, _log)
-            address = f"unix:{options.uds}" if options.uds else "http://{}:{}".format(*listener.getsockname()[:2])
 
             async def started() -> None:
                 await served.start()
-                _log(f"{options.model} by {settings.engine.name} at {address}, weights by id under {served.root}")
+                place = f"at {url_of(listener)}, weights by id under {served.root}"
+                _log(f"{options.model} by {settings.engine.name} {place}")
 
             try:
                 listen(app, listener, started)
@@ -77,8 +81,8 @@ def _token(options: ServeOptions) -> bytes | None:
         return None
     if path is None:
         raise InputError(
-            f"--host {options.host}: a port is open to others; give --token-file FILE (made with a new token if it "
-            "is not there), or --uds PATH for a socket of your own"
+            f"--host {options.host or DEFAULT_HOST}: a port is open to others; give --token-file FILE (made with a new "
+            "token if it is not there), or --uds PATH for a socket of your own"
         )
     if not path.exists():
         try:
@@ -117,6 +121,8 @@ def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Pa
             raise InputError(
                 f"podium serve takes no {flag.partition('=')[0]}; --model.key=value and --engine.key=value"
             )
+    if options.engine == "vllm_server":
+        raise InputError("--engine vllm_server is a client of a server; give inprocess or vllm_local")
     engine = {"name": options.engine} | ({"tensor_parallel": options.tp} if options.tp is not None else {})
     return Settings.from_dict(override({"model": model, "engine": engine}, overrides)), weights
 

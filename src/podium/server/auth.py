@@ -29,18 +29,19 @@ class Door:
     """ASGI around `app`. `token` is the hash of the one that opens; None lets everyone in (a private socket)."""
 
     def __init__(self, app: Any, token: bytes | None, count: Callable[[str, int], None], log: Callable[[str], None]):
-        self._app, self._token, self._count, self._log = app, token, count, log
+        self.app, self._token, self._count, self._log = app, token, count, log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":
-            return  # no websockets here: uvicorn is told to have none
+        if scope["type"] != "http":  # no websockets here
+            await send({"type": "websocket.close", "code": 1008})
+            return
         answer = _Answer(send)
         try:
             self._check_token(scope)
-            await self._app(scope, await self._checked(scope, receive), answer.send)
+            await self.app(scope, await self._checked(scope, receive), answer.send)
         except Refusal as refusal:
             await answer.refuse(refusal, receive)
         except Exception as error:

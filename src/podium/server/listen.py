@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -55,34 +56,51 @@ class PatientProtocol(H11Protocol):
 
 
 def tcp_socket(host: str, port: int) -> socket.socket:
+    """Bound and not yet listening: a client is turned away until the model is there."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--host {host} --port {port}: {error}") from None
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise InputError(f"--host {host} --port {port}: {error}") from None
     return made
+
+
+def url_of(listener: socket.socket) -> str:
+    """As a client is to be told."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def unix_socket(path: Path) -> socket.socket:
     """Open to this user alone from the moment it is there. One that nobody listens on any more is taken over."""
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise InputError(f"--uds: the path of a socket has at most {MAX_SOCKET_PATH} bytes; give a shorter one")
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.connect(str(path))
             raise InputError(f"--uds {path}: another server listens there")
         path.unlink()
-    before = os.umask(0o177)
+    made, before = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), os.umask(0o177)
     try:
         made.bind(str(path))
     except OSError as error:
+        made.close()
         raise InputError(f"--uds {path}: {error.strerror or error}") from None
     finally:
         os.umask(before)
     return made
+
+
+def _exit(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
 
 
 def listen(app: Any, listener: socket.socket, started: Callable[[], Awaitable[None]]) -> None:
@@ -104,6 +122,9 @@ def listen(app: Any, listener: socket.socket, started: Callable[[], Awaitable[No
         timeout_graceful_shutdown=5,
     )
     server = uvicorn.Server(config)
+
+    # uvicorn raises the signal again when it is done; the default would end the process before it has cleaned up.
+    signal.signal(signal.SIGTERM, _exit)
 
     async def serve() -> None:
         await started()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from podium.errors import EngineError
+from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import on_device_thread
 from podium.model.load import Policy
 from podium.records import Answer, Request, Sampling
@@ -160,7 +160,10 @@ class Served:
 
     async def _rebuild(self, published: Published, version: int, run: str | None) -> None:
         """An engine for weights of another kind; they are checked against its policy first."""
-        policy = await asyncio.to_thread(self._maker.policy, published.shape)
+        try:
+            policy = await asyncio.to_thread(self._maker.policy, published.shape)
+        except InputError:
+            raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
         weights = await asyncio.to_thread(read, published, policy, version)
         async with self.gate.swapping():
             await self._replace(policy, weights, version, run)

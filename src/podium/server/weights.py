@@ -3,10 +3,10 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from podium.errors import WeightsError
 from podium.model.handoff import manifest_of, read_published
@@ -17,12 +17,25 @@ MAX_JSON_BYTES = 1 << 20
 
 
 class AdapterShape(BaseModel):
-    """What of an adapter's configuration decides its tensors and their effect."""
+    """What of an adapter's configuration decides its tensors and their effect. Plain LoRA only: a variant would be
+    served with the wrong scale."""
 
-    model_config = ConfigDict(frozen=True)
     r: int = Field(ge=1, le=1024)
     lora_alpha: float = Field(gt=0, allow_inf_nan=False)
     target_modules: frozenset[str] = Field(min_length=1, max_length=256)
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+    bias: Literal["none"] = "none"
+    rank_pattern: dict[str, int] | None = Field(default=None, max_length=0)
+    alpha_pattern: dict[str, float] | None = Field(default=None, max_length=0)
+    modules_to_save: None = None
+
+    @property
+    def of_tensors(self) -> tuple[int, float, frozenset[str]]:
+        return self.r, self.lora_alpha, self.target_modules
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AdapterShape) and self.of_tensors == other.of_tensors
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ def locate(root: Path, name: str) -> Published:
     except (KeyError, TypeError):
         raise WeightsError(f"{name}.json cannot be read") from None
     except ValidationError:
-        raise WeightsError(f"{name}: adapter_config.json has no r, lora_alpha and target_modules to use") from None
+        raise WeightsError(f"{name}: adapter_config.json is not one of plain LoRA") from None
     return Published(folder, shape, sha256)
 
 
