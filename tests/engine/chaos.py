@@ -99,10 +99,10 @@ class Run:
 
     def processes(self) -> list[int]:
         """All that have this run's temporary folder in their environment."""
-        mark, found = f"TMPDIR={self.tmp}\0".encode(), []
+        mark, found = f"TMPDIR={self.tmp}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if mark in path.read_bytes() + b"\0":
+                if mark in path.read_bytes():
                     found.append(int(path.parent.name))
         return found
 

@@ -103,6 +103,13 @@ class Connection:
             self._client = (loop, httpx.AsyncClient(transport=transport, **self._options(self._timeout_s)))
         return self._client[1]
 
+    async def close(self) -> None:
+        """Closes what this event loop has open; it is opened again when it is needed."""
+        if self._client is not None and self._client[0] is asyncio.get_running_loop():
+            _, client = self._client
+            self._client = None
+            await client.aclose()
+
     def _options(self, timeout_s: float) -> dict[str, Any]:
         headers = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
         return {

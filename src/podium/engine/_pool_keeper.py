@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from podium.errors import EngineError
+from podium.errors import EngineError, WeightsError
 
 ANSWER_S = 20.0
 """For a fork or a burial."""
@@ -200,13 +200,19 @@ def sweep(place: Path) -> None:
 def hold(published: Path, manifest: Path, held: Path) -> None:
     """The published folder once more as `held`, by links where that works: it stays when the first is removed."""
     held.mkdir()
-    for path in published.iterdir():
-        _link(path, held / path.name)
-    _link(manifest, held.with_name(f"{held.name}.json"))
+    try:
+        for path in published.iterdir():
+            _link(path, held / path.name)
+        _link(manifest, held.with_name(f"{held.name}.json"))
+    except FileNotFoundError:
+        shutil.rmtree(held)
+        raise WeightsError(f"there are no weights called {published.name}") from None
 
 
 def _link(path: Path, new: Path) -> None:
     try:
         os.link(path, new)
+    except FileNotFoundError:
+        raise
     except OSError:  # another file system
         shutil.copyfile(path, new)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _END = object()
+SETTLE_S = 0.05
+"""A connection that was closed gives its socket back a turn of the loop later."""
 
 
 class PoolThread:
@@ -81,3 +83,7 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
+    await asyncio.sleep(SETTLE_S)

@@ -88,6 +88,8 @@ class LocalWorker:
     async def end(self) -> None:
         await self._bury()
         await self._pinger.close()
+        if self.engine is not None:
+            await self.engine.disconnect()
         self._path.unlink(missing_ok=True)
 
     async def ready(self, connect: Connect) -> None:
@@ -148,6 +150,7 @@ class ServerWorker:
 
     async def end(self) -> None:
         await self._pinger.close()
+        await self.engine.disconnect()
 
 
 async def start_local(keeper: Keeper, sockets: Path, connect: Connect, name: str) -> Worker:

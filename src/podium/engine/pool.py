@@ -49,6 +49,7 @@ class Pool:
         self,
         policy: Policy,
         snapshot: bool = False,
+        compute_dtype: torch.dtype | None = None,
         *,
         of: Annotated[
             Literal["inprocess", "vllm_local"] | None,
@@ -98,7 +99,7 @@ class Pool:
         self._dispatch = Dispatch(self._members, terms, self._tell)
         pulse = Pulse(frozen_s, stalled_s)
         self._supervisor = Supervisor(self._members, rules, pulse, lambda: Limit(fixed), self._tell)
-        self._member_options = member
+        self._member_options, self._compute_dtype = member, compute_dtype and str(compute_dtype).partition(".")[2]
         self._folder: PoolFolder | None = None
         self._keeper: Keeper | None = None
         self._held: list[Path] = []
@@ -137,6 +138,7 @@ class Pool:
                 "model": model_of(self._policy),
                 "engine": self._of,
                 "options": self._member_options,
+                "compute_dtype": self._compute_dtype,
                 "threads": max(1, torch.get_num_threads() // self._supervisor.rules.replicas[1]),
             }
             self._keeper = Keeper(self._folder.path, given, self._start_s)

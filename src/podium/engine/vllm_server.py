@@ -126,6 +126,10 @@ class VllmServer:
         await self._connection.post("/claim", {"run": run_id, "scope": scope})
         self._run = run_id
 
+    async def disconnect(self) -> None:
+        """Closes the connections of this event loop, for whoever keeps many engines."""
+        await self._connection.close()
+
     def close(self) -> None:
         """Releases the engine; one that cannot be told finds out by itself."""
         if self._run is not None:

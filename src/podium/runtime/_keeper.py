@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -120,7 +121,13 @@ class Keeper:
         if worker not in self._workers:
             return None
         self._workers.discard(worker)
-        return bury(worker, self._workers)
+        status = bury(worker, self._workers)
+        shutil.rmtree(self._scratch(worker), ignore_errors=True)
+        return status
+
+    def _scratch(self, worker: int) -> Path:
+        """What an engine leaves in its temporary folder goes with its worker."""
+        return self._folder / "t" / str(worker)
 
     def _fork(self, path: Path) -> dict[str, Any]:
         keeper = os.getpid()
@@ -134,6 +141,7 @@ class Keeper:
                 die_with_parent(keeper)
                 os.setsid()
                 self._control.close()
+                _use_for_scratch(self._scratch(os.getpid()))
                 _serve(self._given, self._loaded, path, self._folder / "weights")
             except BaseException:
                 traceback.print_exc(file=sys.stderr)
@@ -144,14 +152,25 @@ class Keeper:
         return {"pid": pid}
 
 
+def _use_for_scratch(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None  # looked up again
+
+
 def _load(given: Mapping[str, Any]) -> Any:
     """The policy and its engine."""
+    import torch
+
     from podium.lookup import find
     from podium.model.load import load_policy
     from podium.sections import Model
 
     policy = load_policy(Model.model_validate(given["model"]), seed=0)
-    return policy, find("engine", given["engine"])(policy, False, **given["options"])
+    make, wiring = find("engine", given["engine"]), [policy, False]
+    if given["compute_dtype"] and given["engine"] == "inprocess":
+        wiring.append(getattr(torch, given["compute_dtype"]))
+    return policy, make(*wiring, **given["options"])
 
 
 def _serve(given: Mapping[str, Any], loaded: Any, path: Path, root: Path) -> None:

@@ -104,11 +104,11 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
-    if settings.engine.options.get("sleep"):
-        return 0  # it gives its memory back while batches are trained
     if settings.engine.name == "pool":  # each process may come to hold every weight
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         return num_processes(settings.engine.options) * weights
+    if settings.engine.options.get("sleep"):
+        return 0  # it gives its memory back while batches are trained
     if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
