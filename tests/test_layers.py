@@ -33,7 +33,9 @@ ALLOWED = {
     "loss": BELOW_STAGES,
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "checkpoint": {"errors", "ledger", "records", "run_folder", "stages"},
+    "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
+    "checkpoint_files": {"errors"},
+    "resume_rules": {"errors", "lookup", "sections", "settings"},
     "report": {"errors", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},
 }

@@ -26,6 +26,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._keep import check_start
 from podium.runtime._memory import memory_plan, num_slots
 from podium.settings import Settings
 
@@ -38,6 +39,7 @@ def check(settings: Settings) -> str:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
     check_trainer(settings)
+    check_start(settings)
     build_filter(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)

@@ -12,8 +12,6 @@ from podium import __version__
 from podium.errors import InputError, PodiumError
 
 DEFAULT_ROWS = 200
-FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.", "report.")
-"""Settings that may change when a run goes on; any other would make it another run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    sys.exit(main())
+    code = main()
+    watch = sys.modules.get("podium.runtime._watch")
+    if watch is not None and watch.stalled:  # a thread may hang, and Python would wait for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -44,24 +48,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.resume_rules import changes, check_changes
     from podium.run_folder import RunFolder
     from podium.settings import Settings, override, read_toml
 
     folder = RunFolder.open(options.run)
-    for flag in overrides:
-        key = flag.removeprefix("--").partition("=")[0]
-        if "." in key and not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
-            raise InputError(
-                f"{key} cannot change on resume: the run would no longer be the same one. "
-                f"Free: {', '.join(FREE_ON_RESUME)}; to insist, add --allow-change {key}"
-            )
+    before = Settings.from_dict(read_toml(folder.settings))
     settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
+    warnings = check_changes(before, settings, options.allow_change)
+    for key in options.allow_change:
+        if not any(f"{changed}.".startswith(f"{key}.") for changed in changes(before, settings)):
+            raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
     if folder.state == "finished" and not overrides and options.step is None:
         print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
+    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
     from podium.run import resume as run
 
-    return run(settings, folder, step=options.step, console_mode=_console_mode(options)).exit_code
+    allowed = {"step": options.step, "allow_change": options.allow_change}
+    return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -56,3 +56,26 @@ class CheckpointError(PodiumError):
 
 class SharedPrefixError(PodiumError):
     """A prompt computed once for its group gives other logprobs than one computed for each answer."""
+
+
+class NotFiniteError(PodiumError):
+    """The policy's weights hold values that are no numbers; they are neither sampled from nor saved."""
+
+
+class NoProgressError(PodiumError):
+    """Nothing moved for longer than run.max_stall_s."""
+
+
+class CrashLoopError(PodiumError):
+    """The run was taken up again too often without getting on."""
+
+
+class StorageError(PodiumError):
+    """The disk is full, broken or not to be written to."""
+
+
+class RunStopped(BaseException):
+    """A signal asked for the end while rollouts were written: what they would have trained is given up.
+
+    No error, so that nothing that handles errors keeps it.
+    """

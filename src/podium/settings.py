@@ -100,6 +100,10 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
+        if self.checkpoint.start_from is not None and self.checkpoint.adapter_from is not None:
+            raise InputError("checkpoint.start_from and checkpoint.adapter_from both say where to start; remove one")
+        if self.checkpoint.adapter_from is not None and self.model.lora is False:
+            raise InputError("checkpoint.adapter_from has no effect with model.lora = false; remove one of them")
         keys = ("every", "n", "temperature", "top_k", "top_p")
         changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
         if changed and not self.eval.data:
@@ -164,7 +168,7 @@ class Settings(Section):
 
     @property
     def plan(self) -> Plan:
-        run = self.run.model_dump(exclude={"folder", "name", "seed"})
+        run = self.run.model_dump(exclude={"folder", "name", "seed", "max_stall_s", "grace_s", "max_restarts"})
         return Plan(**run, max_refills=self.filter.max_refills or 0, retire_pass_rate=self.filter.retire_pass_rate)
 
     def to_dict(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
+from podium.runtime._watch import Watch
 from podium.sections import Choice, CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
@@ -50,6 +51,7 @@ class Wired:
     plan: Plan
     reports: Reports
     ledger: Ledger
+    watch: Watch
 
 
 def check_trainer(settings: Settings) -> None:

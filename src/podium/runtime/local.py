@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.model.load import load_policy
 from podium.report._fanout import Reports
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -29,7 +27,10 @@ from podium.runtime._build import (
 )
 from podium.runtime._engine import make_engine, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
+from podium.runtime._keep import build_checkpoint, check_space, check_start
 from podium.runtime._memory import memory_plan
+from podium.runtime._stop import stoppable
+from podium.runtime._watch import Watch, WatchedRollout, watched
 from podium.settings import Settings
 from podium.stages import Stages, Trainer
 
@@ -44,6 +45,7 @@ def local(
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     check_rewards(settings)
     check_trainer(settings)
+    check_start(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, rows, policy, settings.plan)
@@ -53,8 +55,9 @@ def local(
     check_retirement(settings, scoring, data)
     engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
     memory = memory_plan(settings, policy, max(data.lengths))
+    check_space(settings, folder, memory)
     trainer = make_trainer(settings, policy, plan, memory)
-    ledger = Ledger(folder)
+    ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     every_report = build_reports(settings, folder, ledger, console_mode)
     card = run_card(settings, folder, plan)
     reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
@@ -69,18 +72,12 @@ def local(
         pack=build_pack(settings, memory),
         trainer=cast(Trainer, LoggedTrainer(trainer, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
-        checkpoint=FolderCheckpoint(
-            folder,
-            trainer,
-            ledger,
-            data.fingerprint,
-            **settings.checkpoint.model_dump(),
-            step=step,
-            warn=to_terminal,
-        ),
+        checkpoint=build_checkpoint(settings, folder, policy, trainer, ledger, data, step),
         report=reports,
         evaluation=HeldOut(
-            make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
+            WatchedRollout(
+                make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"), watch
+            ),
             scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
             lambda state: data.end(state) is not None,
@@ -89,4 +86,4 @@ def local(
         ),
         stop_requested=stop_requested,
     )
-    return Wired(stages, engine, plan, reports, ledger)
+    return Wired(stoppable(watched(stages, watch)), engine, plan, reports, ledger, watch)

@@ -114,7 +114,8 @@ class Single:
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a state, and nothing else of it."""
         saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
         mine = {name: parameter.shape for name, parameter in self._parameters.items()}
         if saved != mine:
@@ -122,6 +123,10 @@ class Single:
             raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[f"weights.{name}"])
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.load_weights(tensors)
         load_optimizer_state(self._optimizer, self._parameters, tensors)
         if self._reference:
             self._reference.load_state(tensors)
