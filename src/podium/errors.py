@@ -47,7 +47,7 @@ class EngineError(PodiumError):
 
 
 class WeightsError(EngineError):
-    """Weights that were handed to an engine are damaged, of another shape, not finite or not there."""
+    """Weights on their way to an engine are damaged, of another shape, not finite or not there."""
 
 
 class CheckpointError(PodiumError):
@@ -56,10 +56,6 @@ class CheckpointError(PodiumError):
 
 class SharedPrefixError(PodiumError):
     """A prompt computed once for its group gives other logprobs than one computed for each answer."""
-
-
-class NotFiniteError(PodiumError):
-    """The policy's weights hold values that are no numbers; they are neither sampled from nor saved."""
 
 
 class NoProgressError(PodiumError):

@@ -9,8 +9,8 @@ from podium.stages import RewardStage, RolloutStage
 
 
 async def held_out_groups(rollout: RolloutStage, reward: RewardStage, prompts: Sequence[Prompt]) -> list[Group]:
-    """Every prompt's rollouts, scored."""
-    return [group async for group in reward.score_each(rollout.start(prompts))]
+    """Every prompt's rollouts, scored; prompts that an engine failed at are left out."""
+    return [group async for group in reward.score_each(rollout.start(prompts)) if group.rollouts]
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:

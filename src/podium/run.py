@@ -52,6 +52,10 @@ class Summary:
     accuracy_after: float | None
     """Held-out, at the last one."""
     skipped_steps: int
+    dropped_groups: int
+    """Prompts that an engine failed at in every try."""
+    restarts: int
+    """Times that the run was taken up again."""
     folder: str
     page: str | None
     model: str | None
@@ -198,6 +202,8 @@ def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal,
         accuracy_before=accuracies[0] if accuracies else None,
         accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
         skipped_steps=state.num_skipped_steps,
+        dropped_groups=state.num_dropped_groups,
+        restarts=folder.restarts,
         folder=str(folder.path),
         page=str(folder.page) if folder.page.exists() else None,
         model=str(folder.final) if is_finished else None,

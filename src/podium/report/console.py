@@ -68,8 +68,8 @@ class Console:
         step, metrics = report.state.step, report.metrics
         values = [f"{metrics[name]:.3g}" if name in metrics else "–" for name in COLUMNS.values()]
         self._rows.append([str(step), *values])
-        first = report.groups[0]
-        self._rollout = f"{first.prompt.question!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
+        for first in [group for group in report.groups if group.rollouts][:1]:
+            self._rollout = f"{first.prompt.question!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
         if self._live is not None:
             self._progress.update(self._task, completed=step)
         cells = "  ".join(f"{head} {value}" for head, value in zip(COLUMNS, values, strict=True))
@@ -130,6 +130,10 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         lines.append(
             f"steps without an update: {summary['skipped_steps']} (no group had signal, or no finite gradient)"
         )
+    if summary["dropped_groups"]:
+        lines.append(f"prompts that the engine failed at and that were left out: {summary['dropped_groups']}")
+    if summary["restarts"]:
+        lines.append(f"taken up again: {summary['restarts']} times")
     lines.append(f"run folder: {summary['folder']}")
     if summary["page"]:
         lines.append(f"page: {summary['page']}")
