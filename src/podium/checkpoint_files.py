@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError
@@ -89,7 +90,10 @@ def read_settings(checkpoint: Path) -> str | None:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Any]:
-    return load_file(checkpoint / TENSORS)
+    try:
+        return load_file(checkpoint / TENSORS)
+    except SafetensorError as error:
+        raise CheckpointError(f"{checkpoint}: {TENSORS} holds no tensors: {error}") from None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

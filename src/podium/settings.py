@@ -5,6 +5,7 @@ take that file's options beside it; `resolve` checks them against its signature.
 key that nothing reads is an error.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from podium.sections import (
     Section,
 )
 
+SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
+SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 CHOICES = ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
 """Sections with one table whose `name` chooses a file."""
 
@@ -75,6 +78,7 @@ class Settings(Section):
         """A table that names nothing means the default: `[loss] clip_high = 0.3` is of grpo."""
         if not isinstance(tables, dict):
             return tables
+        _refuse_secrets(tables)
         for section in ("data", "reward", "report"):
             if isinstance(tables.get(section), dict):
                 raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
@@ -179,6 +183,25 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_secrets(value: Any, path: tuple[str, ...] = ()) -> None:
+    """Settings are saved with the run and shown; so they hold the names of secrets, never the secrets themselves."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_secrets(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _refuse_secrets(inner, (*path, str(index)))
+    elif isinstance(value, str) and value:
+        where = ".".join(path)
+        if SECRET_KEY.search(path[-1] if path else ""):
+            raise InputError(
+                f"{where} looks like a secret, and settings are saved with the run; put it into an environment "
+                "variable and give that one's name"
+            )
+        if SECRET_URL.search(value):
+            raise InputError(f"{where} is a URL with a password in it, and settings are saved; take it out")
 
 
 def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:

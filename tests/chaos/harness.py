@@ -93,7 +93,7 @@ def tiny_tables(folder: Path, **run: Any) -> dict[str, Any]:
         "model": {"name": "embedded", "device": "cpu"},
         "data": [{"name": "arithmetic", "max_rows": 12}],
         "reward": [{"name": "arithmetic"}],
-        "rollout": {"max_new_tokens": 16},
+        "rollout": {"max_new_tokens": 24},
         "trainer": {"lr": 5e-4},
         "checkpoint": {"every": 1, "keep": 2},
         "report": [{"name": "console", "mode": "quiet"}],
@@ -111,11 +111,13 @@ def all_that_counts(folder: Path) -> dict[str, Any]:
     """Every bit that must not depend on faults: weights, optimizer, random states, counters, ledger, trained model."""
     newest = max(path for path in (folder / "checkpoints").iterdir() if path.name.startswith("step-"))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    state = json.loads((newest / "state.json").read_text())["state"]
+    assert state["policy_version"] > 0, "nothing was trained, so nothing is shown"
     timed = ("time/", "perf/")
     return {
         "checkpoint": newest.name,
         "trainer": _hash(newest / "trainer.safetensors"),
-        "state": json.loads((newest / "state.json").read_text())["state"],
+        "state": state,
         "rollouts": {path.name: _hash(path) for path in sorted((folder / "rollouts").iterdir())},
         "metrics": [
             {k: v for k, v in line.items() if not k.startswith(timed) and "per_s" not in k} for line in metrics

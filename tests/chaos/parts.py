@@ -116,6 +116,16 @@ class PoisoningTrainer(Single):
         return result
 
 
+class EndlessTrainer(Single):
+    """Its second step never ends."""
+
+    async def step(self, batches):
+        if self._num_steps >= 1:
+            say("trains for ever")
+            await asyncio.sleep(3600)
+        return await super().step(batches)
+
+
 def poisoned_loss(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
     """Not finite, in every step."""
     say("poisons the loss")

@@ -26,7 +26,7 @@ FATAL: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "G6 an engine that never answers": (
         {"engine": {"name": parts("HangingEngine")}, "run": {"max_stall_s": 2}},
-        "fault: hangs", "NoProgressError", "at stage 'rollout and reward', waiting for prompts [",
+        "fault: hangs", "NoProgressError", "'rollout and reward', waiting for the rollouts of prompts 5",
     ),
     "R9 an engine whose thread is stuck": (
         {"engine": {"name": parts("StuckEngine")}, "run": {"max_stall_s": 2}},
@@ -83,7 +83,7 @@ def test_g6_a_stall_leaves_the_stacks_of_all_threads_and_the_prompts_it_waits_fo
     changes = {"engine": {"name": parts("HangingEngine")}, "run": {"max_stall_s": 2}}
     assert server.run("train", merged(tmp_path / "run", changes)) == 1
     [stall] = events(tmp_path / "run", "stalled")
-    assert stall["pending"] == [5]  # prompt 4 came and was scored
+    assert (stall["rollouts"], stall["rewards"]) == ([5], [4])
     stacks = (tmp_path / "run" / "stacks.txt").read_text()
     assert stacks.count("hread 0x") >= 3  # the loop's, the device's, the watchdog's own
 

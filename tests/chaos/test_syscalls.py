@@ -110,7 +110,7 @@ def test_d1_a_disk_that_is_full_is_told_by_its_name_and_the_run_goes_on_after(tm
         (small / "ballast").unlink()
         assert restored(small / "run") == (1, 1.0, [1])
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 def small_free(path: Path) -> int:

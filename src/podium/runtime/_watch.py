@@ -36,18 +36,28 @@ stalled = False
 class Watch:
     def __init__(self, folder: RunFolder, max_stall_s: float) -> None:
         self._folder, self._max_stall_s = folder, max_stall_s
-        self._stage, self._pending, self._last = "start", dict[int, None](), time.monotonic()
+        self._stage, self._last = "start", time.monotonic()
+        self._unwritten: set[int] = set()
+        self._unscored: set[int] = set()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.complaint: str | None = None
 
-    def at(self, stage: str, pending: Sequence[int] = ()) -> None:
-        """The run has come to this stage; `pending`: ordinals that it now waits for."""
+    def at(self, stage: str) -> None:
+        """The run has come to this stage."""
         self._stage, self._last = stage, time.monotonic()
-        self._pending |= dict.fromkeys(pending)
 
-    def done(self, ordinal: int) -> None:
-        self._pending.pop(ordinal, None)
+    def sent(self, ordinals: Sequence[int]) -> None:
+        self.at("rollout")
+        self._unwritten |= set(ordinals)
+
+    def written(self, ordinal: int) -> None:
+        self.at("rollout and reward")
+        self._unwritten.discard(ordinal)
+        self._unscored.add(ordinal)
+
+    def scored(self, ordinal: int) -> None:
+        self._unscored.discard(ordinal)
         self._last = time.monotonic()
 
     @contextmanager
@@ -95,19 +105,24 @@ class Watch:
     def _complain(self, quiet: float, stacks: Any) -> None:
         global stalled
         stalled = True
-        out = sorted(self._pending)
-        waiting = f", waiting for prompts {out[:SHOWN]}{' and more' if len(out) > SHOWN else ''}" if out else ""
+        parts = {"the rollouts": sorted(self._unwritten), "the rewards": sorted(self._unscored)}
+        waiting = "".join(f", waiting for {what} of prompts {_some(out)}" for what, out in parts.items() if out)
         self.complaint = (
             f"nothing moved for {quiet:.0f} s at stage {self._stage!r}{waiting}; the stacks of all threads are in "
             f"{self._folder.stacks}. Resume the run; if its steps take so long, raise run.max_stall_s"
         )
-        self._folder.event("stalled", stage=self._stage, pending=out, seconds=quiet)
+        pending = {"rollouts": parts["the rollouts"], "rewards": parts["the rewards"]}
+        self._folder.event("stalled", stage=self._stage, **pending, seconds=quiet)
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.flush()
 
     def _drop_if_empty(self) -> None:
         if self._folder.stacks.exists() and self._folder.stacks.stat().st_size == 0:
             self._folder.stacks.unlink()
+
+
+def _some(ordinals: Sequence[int]) -> str:
+    return ", ".join(map(str, ordinals[:SHOWN])) + (" and more" if len(ordinals) > SHOWN else "")
 
 
 def watched(stages: Stages, watch: Watch) -> Stages:
@@ -151,14 +166,14 @@ class WatchedRollout:
         self._rollout, self._watch = rollout, watch
 
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        self._watch.at("rollout", [prompt.ordinal for prompt in prompts])
+        self._watch.sent([prompt.ordinal for prompt in prompts])
         async for group in self._rollout.start(prompts):
-            self._watch.at("rollout and reward")
+            self._watch.written(group.prompt.ordinal)
             yield group
 
 
 class WatchedReward:
-    """A prompt is out until its group is scored."""
+    """A group is out until it is scored and passed on, after those before it."""
 
     def __init__(self, reward: Any, watch: Watch) -> None:
         self._reward, self._watch = reward, watch
@@ -168,5 +183,5 @@ class WatchedReward:
 
     async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         async for group in self._reward.score_each(groups, after):
-            self._watch.done(group.prompt.ordinal)
+            self._watch.scored(group.prompt.ordinal)
             yield group
