@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def console() -> None:
     code = main()
     watch = sys.modules.get("podium.runtime._watch")
-    if watch is not None and watch.stalled:  # a thread may hang, and Python would wait for it
+    is_stopped = code in (130, 143)
+    if is_stopped or (watch is not None and watch.stalled):  # Python would wait for a thread that samples, or hangs
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -111,6 +112,21 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.check import check as run
 
     print(run(settings))
+    return 0
+
+
+def export(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.run_folder import RunFolder
+    from podium.settings import Settings, read_toml
+
+    if overrides:
+        raise InputError(f"podium export takes no {overrides[0]}")
+    folder = RunFolder.open(options.run)
+    settings = Settings.from_dict(read_toml(folder.settings))
+    from podium.export import export as run
+
+    step = run(settings, folder, options.out, step=options.step, merge=options.merge)
+    print(f"{options.out}: {'a model' if options.merge or not settings.model.lora else 'an adapter'} of step {step}")
     return 0
 
 
@@ -205,6 +221,15 @@ def _parser() -> argparse.ArgumentParser:
         settings,
         ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
         ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
+    )
+    command(
+        "export",
+        export,
+        "the model or adapter of a checkpoint, as other programs load it",
+        ("run", {"type": Path, "metavar": "RUN"}),
+        ("out", {"type": Path, "metavar": "OUT"}),
+        ("--step", {"type": int, "help": "of this checkpoint instead of the newest"}),
+        ("--merge", {"action": "store_true", "help": "the adapter laid into its base: a full model"}),
     )
     command("show", show, "the settings, resolved", settings, as_json)
     command(

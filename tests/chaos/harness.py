@@ -41,6 +41,7 @@ class ForkServer:
 
     def start(self, job: dict[str, Any]) -> Callable[[], int]:
         """Begins a job; what it returns waits for its end. `pid` is the job's."""
+        self._log.unlink(missing_ok=True)
         environment = {MARK: self.mark, **job.get("environment", {})}
         self._write({"log": str(self._log), **job, "environment": environment})
         self.pid = self._read()["pid"]
@@ -48,7 +49,7 @@ class ForkServer:
 
     @property
     def log(self) -> str:
-        """The end of what the jobs printed."""
+        """The end of what the job printed."""
         return self._log.read_text()[-4000:] if self._log.exists() else ""
 
     def close(self) -> None:

@@ -99,6 +99,21 @@ class LyingEngine(Inprocess):
                 yield answer
 
 
+class OftenFailingEngine(Inprocess):
+    """One prompt in a hundred can never be answered; one in fifty breaks the call off, once."""
+
+    def __init__(self, policy, snapshot=False, *, concurrency: int = 512) -> None:
+        super().__init__(policy, snapshot, concurrency=concurrency)
+        self._broken: set[int] = set()
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        async for answer in super().generate(requests, sampling):
+            if answer.key % 50 == 7 and answer.key not in self._broken:
+                self._broken = {answer.key}
+                raise EngineError("the connection is gone")
+            yield not_a_number(answer) if answer.key % 100 == 3 else answer
+
+
 def not_a_number(answer: Answer) -> Answer:
     first = (float("nan"),) * len(answer.logprobs[0])
     return replace(answer, logprobs=(first, *answer.logprobs[1:]))

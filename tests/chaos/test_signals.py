@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.harness import (
+    ROOT,
     ForkServer,
     all_that_counts,
     events,
@@ -67,13 +70,28 @@ def test_r6_a_signal_in_the_first_evaluation_does_not_make_it_count_twice(server
 
 
 def test_r6_when_the_grace_time_is_over_the_process_ends_as_it_is(server: ForkServer, tmp_path: Path) -> None:
-    stuck = {"name": "tests.chaos.parts:StuckEngine"}
-    finish = server.start({"arguments": ["train", long_run(tmp_path / "run", engine=stuck, run={"grace_s": 1.0})]})
-    wait_until(lambda: "fault: is stuck" in server.log)
+    slow = {"name": "tests.chaos.parts:EndlessTrainer"}
+    finish = server.start({"arguments": ["train", long_run(tmp_path / "run", trainer=slow, run={"grace_s": 1.0})]})
+    wait_until(lambda: "fault: trains for ever" in server.log)
     started = time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
     assert finish() == 143
     assert 1.0 <= time.monotonic() - started < 30
+    assert "run.grace_s is over" in server.log
+
+
+def test_r6_a_thread_that_is_stuck_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The command line itself: Python waits for threads when it ends."""
+    stuck = {"name": "tests.chaos.parts:StuckEngine"}
+    command = [sys.executable, "-m", "podium.cli", "train", long_run(tmp_path / "run", engine=stuck)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    while "fault: is stuck" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert "run.grace_s is over" not in process.stderr.read()
+    process.stderr.close()
     assert [event["step"] for event in events(tmp_path / "run", "committed")] == [2]  # sampling was given up at once
 
 

@@ -6,7 +6,7 @@ a second copy; the two differ only in what is laid over them (the twin has no Lo
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from podium.errors import InputError
+from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.forward import head_weight
 from podium.model.hub import hub_is_reachable
@@ -56,6 +56,33 @@ class Policy:
         """alpha / r."""
         config = self.peft.peft_config["default"]
         return config.lora_alpha / config.r
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The adapter's, or all; their names are those of a checkpoint."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def load_trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a checkpoint, which must be those that this model trains."""
+        own = self.trained_parameters()
+        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
+        mine = {name: parameter.shape for name, parameter in own.items()}
+        if saved != mine:
+            other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
+            raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
+        for name, parameter in own.items():
+            parameter.copy_(tensors[f"weights.{name}"])
+
+    def save(self, folder: str, *, merge: bool = False) -> None:
+        """What a user takes away: a model folder, or an adapter folder unless it is to be merged into its base, which
+        leaves this policy without one."""
+        if self.peft is None or merge:
+            model = self.model if self.peft is None else self.peft.merge_and_unload()
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        else:
+            self.peft.save_pretrained(folder)
+            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What an engine takes over: parameters by name, or an adapter as `<layer>.lora_A` and `<layer>.lora_B`."""

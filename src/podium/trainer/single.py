@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
-from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
 from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
 from podium.model.fused import compile_layers, is_compiled
@@ -76,7 +74,7 @@ class Single:
         self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = policy.trained_parameters()
         self._optimizer = make_optimizer(self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay)
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
@@ -113,16 +111,9 @@ class Single:
         tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
-    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The weights of a state, and nothing else of it."""
-        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
-        mine = {name: parameter.shape for name, parameter in self._parameters.items()}
-        if saved != mine:
-            other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
-            raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
-        for name, parameter in self._parameters.items():
-            parameter.copy_(tensors[f"weights.{name}"])
+        self._policy.load_trained(tensors)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -135,12 +126,7 @@ class Single:
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
-        if self._policy.peft is None:
-            self._model.save_pretrained(folder)
-            self._policy.tokenizer.save_pretrained(folder)
-        else:
-            self._policy.peft.save_pretrained(folder)
-            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        self._policy.save(folder)
 
     def _step(self, batches: Sequence[Batch]) -> UpdateResult:
         if not batches:
