@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from podium.checkpoint_files import (
     find_damage,
+    find_difference,
     flush,
     list_checkpoints,
     read_settings,
@@ -175,16 +176,18 @@ class FolderCheckpoint:
                 f"the checkpoint of step {step} cannot be written: {error}; the ones before it are untouched: "
                 "make room or mend the disk, and resume"
             ) from None
-        self._folder.event("committed", step=step, seconds=time.monotonic() - started, bytes=size)
+        written = time.monotonic()
+        complaint = find_difference(place, tensors)
+        if complaint:
+            raise CheckpointError(f"{place} was just written and is damaged: {complaint}; check the disk")
+        seconds = {"seconds": written - started, "verify_s": time.monotonic() - written}
+        self._folder.event("committed", step=step, bytes=size, **seconds)
         self._folder.note_progress()
-        self._retire(place)
+        self._retire()
         self._hooks.committed(place, step)
 
-    def _retire(self, newest: Path) -> None:
-        """Deletes the oldest checkpoints, and only once the newest is known to be readable."""
-        complaint = find_damage(newest)
-        if complaint:
-            raise CheckpointError(f"{newest} was just written and is damaged: {complaint}; check the disk")
+    def _retire(self) -> None:
+        """Deletes the oldest checkpoints; the newest has just been read back."""
         for path in list_checkpoints(self._folder.checkpoints)[: -self._keep]:
             doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
             path.rename(doomed)  # half deleted, it is a leftover and no damaged checkpoint

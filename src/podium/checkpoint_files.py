@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -68,6 +69,31 @@ def find_damage(checkpoint: Path) -> str | None:
     except (ValueError, AttributeError, TypeError):
         return f"{MANIFEST} cannot be read"
     return None
+
+
+def find_difference(checkpoint: Path, tensors: Mapping[str, Any]) -> str | None:
+    """What is not on disk as it was meant, or None. For one just written, while the tensors are still at hand:
+    comparing takes a fraction of the time of hashing again."""
+    files = json.loads((checkpoint / MANIFEST).read_text())
+    for name in (STATE, SETTINGS):
+        if describe_file(checkpoint / name) != files[name]:
+            return f"{name} is not what was written"
+    if (checkpoint / TENSORS).stat().st_size != files[TENSORS]["bytes"]:
+        return f"{TENSORS} is not as long as it was written"
+    found = read_tensors(checkpoint)
+    if found.keys() != tensors.keys():
+        return f"{TENSORS} holds other tensors than were written"
+    for name, tensor in tensors.items():
+        same_kind = (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        if not same_kind or not torch.equal(_bits(found[name]), _bits(tensor)):
+            return f"{name} in {TENSORS} is not what was written"
+    return None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, where a NaN equals itself and −0 is not 0."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.reshape(-1).view(integers[tensor.element_size()])
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -24,13 +24,24 @@ from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
 from podium.model.load import Policy
 from podium.report.console import to_terminal
 from podium.resume_rules import changes, check_changes
-from podium.reward._death import die_with_parent
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
 from podium.settings import Settings
 
 COMMAND_S = 600.0
 """Seconds that `checkpoint.on_checkpoint` may take."""
+GUARDED = """
+exec 3<&0
+/bin/sh -c "$1" </dev/null 3<&- &
+command=$!
+(read -r line <&3; kill -KILL 0) &
+guard=$!
+wait $command
+code=$?
+kill -KILL $guard
+exit $code
+"""
+"""A shell that runs a command, and beside it one that kills their whole process group when its input ends."""
 
 
 def build_checkpoint(
@@ -142,13 +153,11 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
 def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
     """It cannot stop the run: what fails is told and noted."""
     environment = {"PODIUM_RUN": str(folder.path), "PODIUM_CHECKPOINT": str(place), "PODIUM_STEP": str(step)}
-    driver = os.getpid()
     process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
+        ["/bin/sh", "-c", GUARDED, "sh", command],
         env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # never written to: it ends when this process does, however that ends
         start_new_session=True,
-        preexec_fn=lambda: die_with_parent(driver),
     )
     try:
         code = process.wait(timeout=COMMAND_S)
@@ -157,6 +166,9 @@ def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> Non
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=COMMAND_S)
         code = None
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
     folder.event("on_checkpoint", step=step, exit_code=code)
     if code != 0:
         ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
