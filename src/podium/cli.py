@@ -185,60 +185,64 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"podium {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, function: Any, help_: str, *arguments: tuple[str, dict[str, Any]]) -> None:
+    for name, function, help_, *arguments in (*_run_commands(), *_other_commands()):
         sub = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         sub.set_defaults(command=function)
         for argument, details in arguments:
             sub.add_argument(argument, **details)
-
-    settings = ("settings", {"type": Path, "metavar": "SETTINGS"})
-    as_json = ("--json", {"action": "store_true", "help": "output for machines"})
-    quiet = ("--quiet", {"action": "store_true", "help": "the summary only"})
-    command("train", train, "start a run", settings, as_json, quiet)
-    command(
-        "resume",
-        resume,
-        "go on with a run",
-        ("run", {"type": Path, "metavar": "RUN"}),
-        ("--step", {"type": int, "help": "from this checkpoint instead of the newest"}),
-        ("--allow-change", {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}),
-        as_json,
-        quiet,
-    )
-    command(
-        "eval",
-        evaluate,
-        "held-out accuracy of a model or a run",
-        ("model", {"metavar": "MODEL|RUN"}),
-        ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
-        as_json,
-    )
-    command(
-        "check",
-        check,
-        "everything short of training: settings, data, rewards, memory",
-        settings,
-        ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
-        ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
-    )
-    command(
-        "export",
-        export,
-        "the model or adapter of a checkpoint, as other programs load it",
-        ("run", {"type": Path, "metavar": "RUN"}),
-        ("out", {"type": Path, "metavar": "OUT"}),
-        ("--step", {"type": int, "help": "of this checkpoint instead of the newest"}),
-        ("--merge", {"action": "store_true", "help": "the adapter laid into its base: a full model"}),
-    )
-    command("show", show, "the settings, resolved", settings, as_json)
-    command(
-        "list",
-        list_choices,
-        "the keys of a section and its choices, with their options",
-        ("stage", {"nargs": "?", "metavar": "STAGE"}),
-    )
     return parser
+
+
+SETTINGS = ("settings", {"type": Path, "metavar": "SETTINGS"})
+RUN = ("run", {"type": Path, "metavar": "RUN"})
+AS_JSON = ("--json", {"action": "store_true", "help": "output for machines"})
+QUIET = ("--quiet", {"action": "store_true", "help": "the summary only"})
+
+
+def _run_commands() -> list[tuple[Any, ...]]:
+    """(name, function, help, arguments …) of what begins, goes on with or looks at a run."""
+    step = {"type": int, "help": "from this checkpoint instead of the newest"}
+    allow = {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}
+    model = ("model", {"metavar": "MODEL|RUN"})
+    maybe_settings = ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"})
+    merge = {"action": "store_true", "help": "the adapter laid into its base: a full model"}
+    return [
+        ("train", train, "start a run", SETTINGS, AS_JSON, QUIET),
+        ("resume", resume, "go on with a run", RUN, ("--step", step), ("--allow-change", allow), AS_JSON, QUIET),
+        ("eval", evaluate, "held-out accuracy of a model or a run", model, maybe_settings, AS_JSON),
+        (
+            "export",
+            export,
+            "the model or adapter of a checkpoint, as other programs load it",
+            RUN,
+            ("out", {"type": Path, "metavar": "OUT"}),
+            ("--step", step),
+            ("--merge", merge),
+        ),
+    ]
+
+
+def _other_commands() -> list[tuple[Any, ...]]:
+    return [
+        (
+            "check",
+            check,
+            "everything short of training: settings, data, rewards, memory",
+            SETTINGS,
+            (
+                "--rewards",
+                {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"},
+            ),
+            ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
+        ),
+        ("show", show, "the settings, resolved", SETTINGS, AS_JSON),
+        (
+            "list",
+            list_choices,
+            "the keys of a section and its choices, with their options",
+            ("stage", {"nargs": "?", "metavar": "STAGE"}),
+        ),
+    ]
 
 
 if __name__ == "__main__":
