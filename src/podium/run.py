@@ -94,6 +94,9 @@ def resume(
         with StopSignal(settings.run.grace_s) as stop:
             _back_off(settings, folder)
             return _run(folder, _wire(settings, folder, stop, step, console_mode), stop)
+    except (InputError, CrashLoopError):
+        folder.uncount_restart()
+        raise
     finally:
         folder.unlock()
 

@@ -118,6 +118,15 @@ class RunFolder:
         write_atomically(self._restarts, json.dumps(now))
         return before["in_a_row"]
 
+    def uncount_restart(self) -> None:
+        """The last one was refused, so it was none."""
+        before = self._read_restarts()
+        if before["total"] <= 1:
+            self._restarts.unlink(missing_ok=True)
+        else:
+            now = {"total": before["total"] - 1, "in_a_row": max(0, before["in_a_row"] - 1)}
+            write_atomically(self._restarts, json.dumps(now))
+
     def note_progress(self) -> None:
         """The run got on, or ended in good order: restarts in a row are counted from 0 again."""
         before = self._read_restarts()
