@@ -2,6 +2,7 @@
 
     python benchmarks/end_to_end.py                     # LoRA and full weights, a few minutes
     python benchmarks/end_to_end.py --weights lora
+    python benchmarks/end_to_end.py --gpu               # TRL with vLLM on one GPU, see _end_to_end_gpu.py
 
 Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium as it is set by default
 (groups whose rewards are all equal are skipped). Each is a process of its own. They take turns step by step, one
@@ -443,4 +444,9 @@ def make_trl_clock(turns: Turns) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    if "--gpu" in sys.argv:
+        import _end_to_end_gpu
+
+        _end_to_end_gpu.main(sys.argv[1:])
+    else:
+        main()

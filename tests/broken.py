@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from podium.engine._vllm_steps import Served
 from podium.engine.inprocess import Inprocess
 from podium.engine.vllm_local import VllmLocal
 from podium.loss.grpo import grpo
@@ -53,10 +54,9 @@ class StaleVllm(VllmLocal):
 class AdapterOffVllm(VllmLocal):
     """Loads every adapter and sends requests without it."""
 
-    def _add(self, name, token_ids, parameters, version):
-        self._adapter, kept = None, self._adapter
-        super()._add(name, token_ids, parameters, version)
-        self._adapter = kept
+    def _attach(self, folder, version, own_folder):
+        super()._attach(folder, version, own_folder)
+        self._steps.serve(Served(version, self._steps.served.salt))
 
 
 class OtherTokenizerVllm(VllmLocal):

@@ -174,3 +174,16 @@ def test_the_trained_adapter_folder_holds_two_files_and_nothing_else(finished: P
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
+
+def test_a_checkpoint_from_before_prompts_could_be_pending_is_restored(finished: Path) -> None:
+    path = newest(finished) / "state.json"
+    saved = json.loads(path.read_text())
+    assert saved["state"].pop("pending") == []
+    path.write_text(json.dumps(saved))
+    manifest = newest(finished) / "manifest.json"
+    files = json.loads(manifest.read_text()) | {"state.json": checkpoint_files.describe_file(path)}
+    manifest.write_text(json.dumps(files, indent=1))
+    assert main(["resume", str(finished), "--run.steps=5"]) == 0
+    events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "restored"] == [4]

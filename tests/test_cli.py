@@ -5,10 +5,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -528,8 +530,41 @@ def test_train_with_quiet_prints_the_summary_only(here: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert err == ""
     assert re.match(r"finished: step 1 of 1 in [\d.]+ s\n", out)
-    assert out.endswith("run folder: run\npage: run/report.html\ntrained model: run/final\n")
+    assert "run folder: run\npage: run/report.html (live: podium report run)\ntrained model: run/final\n" in out
     assert 'mode = "auto"' in (here / "run" / "settings.toml").read_text()  # quiet was for this call only
+
+
+def test_report_serves_the_run_until_it_is_interrupted(here: Path) -> None:
+    assert cli.main(["train", "good.toml", "--quiet"]) == 0
+    command = [sys.executable, "-m", "podium.cli", "report", "run", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[0]
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            assert b"grpo on embedded" in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing is no folder; give a run folder, or a folder of runs"),
+        (["."], ". is no run folder, and none is in it"),
+        ([".", "--run.steps=3"], "podium report takes no --run.steps=3"),
+    ],
+)
+def test_report_refuses_what_it_cannot_show(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x"])
+def test_report_refuses_what_is_no_port(here: Path, port: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["report", "run", f"--port={port}"])
 
 
 def test_train_without_a_folder_makes_one_below_runs(here: Path) -> None:

@@ -13,9 +13,13 @@ ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "stages", "model"}
 ALLOWED = {
     "errors": set(),
-    "records": set(),
+    "plan": set(),
+    "records": {"plan"},
     "stages": {"records"},
-    "loop": {"errors", "records", "stages"},
+    "clock": {"records"},
+    "loop": {"clock", "errors", "records", "stages"},
+    "flights": {"clock", "records", "stages"},
+    "loop_async": {"clock", "flights", "loop", "records", "stages"},
     "evaluation": {"records", "stages"},
     "lookup": {"errors"},
     "sections": {"errors", "lookup", "loss"},
@@ -33,6 +37,7 @@ ALLOWED = {
     "loss": BELOW_STAGES,
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
+    "server": BELOW_STAGES,  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
     "checkpoint_files": {"errors"},
     "resume_rules": {"errors", "lookup", "sections", "settings"},
@@ -85,8 +90,9 @@ def test_modules_have_at_most_400_lines_and_functions_60(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
 
 
-def test_the_loop_has_at_most_120_lines() -> None:
-    assert len((ROOT / "loop.py").read_text().splitlines()) <= 120
+@pytest.mark.parametrize("name", ["loop.py", "loop_async.py"])
+def test_a_loop_has_at_most_120_lines(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= 120
 
 
 def test_importing_podium_and_its_command_line_loads_no_torch() -> None:

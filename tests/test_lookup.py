@@ -37,7 +37,7 @@ def test_every_file_of_a_stage_holds_the_thing_that_it_is_named_after(stage: str
 def test_files_with_an_underscore_are_no_choices() -> None:
     assert {"arithmetic", "exact"} <= set(choices("reward"))
     assert not [name for name in choices("reward") if name.startswith("_")]
-    assert choices("report") == ["console", "jsonl", "page"]
+    assert choices("report") == ["console", "jsonl", "mlflow", "page", "tensorboard", "trackio", "wandb"]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_that_there_are() -> None:

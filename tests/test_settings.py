@@ -23,6 +23,8 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "rollouts_per_prompt": 8,
             "max_skipped_steps": 50,
             "sync_every": 1,
+            "max_lag": 0,
+            "in_flight": False,
             "max_stall_s": 1800.0,
             "grace_s": 30.0,
             "max_restarts": 20,
@@ -167,8 +169,8 @@ TOP = (
         ({"lr": 1e-5}, f"lr is not a setting; valid here: {TOP}"),
         (
             {"run": {"stepz": 1}},
-            "run.stepz is not a setting; valid here: epochs, folder, grace_s, max_restarts, max_skipped_steps, "
-            "max_stall_s, name, prompts_per_step, rollouts_per_prompt, seed, steps, sync_every",
+            "run.stepz is not a setting; valid here: epochs, folder, grace_s, in_flight, max_lag, max_restarts, "
+            "max_skipped_steps, max_stall_s, name, prompts_per_step, rollouts_per_prompt, seed, steps, sync_every",
         ),
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, dropout, r, targets"),
         (
@@ -228,6 +230,16 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"run": {"seed": -1}}, "run.seed = -1: "),
         ({"run": {"name": 3}}, "run.name = 3: input should be a valid string"),
         ({"run": {"sync_every": -1}}, "run.sync_every = -1: "),
+        ({"run": {"max_lag": -1}}, "run.max_lag = -1: "),
+        (
+            {"run": {"max_lag": 1, "sync_every": 2}},
+            "run.max_lag = 1 with run.sync_every = 2: the async loop syncs after",
+        ),
+        (
+            {"run": {"max_lag": 1, "sync_every": 0}},
+            "run.max_lag = 1 with run.sync_every = 0: the async loop syncs after",
+        ),
+        ({"run": {"in_flight": True}}, "run.in_flight has no effect with run.max_lag = 0"),
         ({"run": 3}, "run = 3: "),
         ({"model": {"dtype": "float16"}}, "model.dtype = 'float16': input should be 'float32' or 'bfloat16'"),
         ({"model": {"lora": {"r": 0}}}, "model.lora.r = 0: input should be greater than or equal to 1"),

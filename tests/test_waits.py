@@ -18,6 +18,13 @@ WAITS = {
 
 ALLOWED = {
     "reward/_scoring.py: pending.popleft().result()": "the task is done",
+    "flights.py: task.result()": "the task is done",
+    "clock.py: queue.get()": "the loop's own wait for groups, which the watchdog limits",
+    "engine/_vllm_steps.py: inbox.get()": "the same, inside the engine",
+    "engine/vllm_server.py: ready.get()": "the same; its requests have limits of their own",
+    "engine/_continuous.py: fetched.wait()": "for the device; the watchdog limits it",
+    "engine/_continuous.py: look.wait()": "for the device; the watchdog limits it",
+    "report/_tracker.py: self._changed.wait()": "a daemon thread without work",
     "reward/_counts.py: _current.get()": "a context variable",
     "runtime/_stop.py: coming.result()": "the task is done",
     "reward/_conversation.py: self._socket.recv(MAX_LINE)": "the socket does not block",
@@ -64,4 +71,5 @@ def test_every_exception_is_still_there() -> None:
 def test_s5_only_labels_are_made_of_the_wall_clock(path: Path) -> None:
     """`time.time` may jump; what waits or orders goes by `time.monotonic` and by steps."""
     uses = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    assert uses.count("time.time()") <= (2 if path.name == "run_folder.py" else 0)  # of events and of the status
+    labels = {"run_folder.py": 2, "_reader.py": 1, "mlflow.py": 1}  # of events and the status, the page, a tracker
+    assert uses.count("time.time()") <= labels.get(path.name, 0)

@@ -28,6 +28,7 @@ from podium.runtime._build import (
 from podium.runtime._engine import hand_over, make_engine, make_rollout
 from podium.runtime._keep import check_start
 from podium.runtime._memory import memory_plan, num_slots
+from podium.runtime._reports import check_reports
 from podium.settings import Settings
 
 DRY_RUN_PROMPTS = 2
@@ -40,6 +41,7 @@ def check(settings: Settings) -> str:
     check_rewards(settings)
     check_trainer(settings)
     check_start(settings)
+    check_reports(settings)
     build_filter(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
@@ -62,7 +64,7 @@ def check(settings: Settings) -> str:
 async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
     """A few prompts through the real engine and rewards."""
     rollouts = settings.run.rollouts_per_prompt
-    with closing(make_engine(settings, policy, snapshot=settings.run.sync_every != 1)) as engine:
+    with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))

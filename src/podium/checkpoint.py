@@ -95,7 +95,8 @@ class FolderCheckpoint:
         if settings is not None:
             self._hooks.accept(settings)
         self._trainer.load_state(read_tensors(chosen))
-        state = RunState(**saved["state"] | {"retired": tuple(saved["state"].get("retired", ()))})
+        listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
+        state = RunState(**saved["state"] | listed)
         self._ledger.check(saved["ledger"])
         self._set_aside(state.step)  # before the ledger is cut: killed in between, this one is still the newest
         self._ledger.rewind(saved["ledger"])

@@ -130,6 +130,29 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def serve(options: argparse.Namespace, overrides: list[str]) -> int:
+    try:
+        from podium.runtime._serve import ServeOptions, serve
+    except ModuleNotFoundError as error:
+        raise InputError(f"podium serve needs the package {error.name}; pip install 'podium-rl[server]'") from None
+    fields = ServeOptions.__dataclass_fields__
+    return serve(ServeOptions(**{name: getattr(options, name) for name in fields}), overrides)
+
+
+def report(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.report._serve import report_server
+
+    if overrides:
+        raise InputError(f"podium report takes no {overrides[0]}")
+    with report_server(options.run, options.port) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
@@ -172,9 +195,29 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535, 0 for any free one")
+    return int(text)
+
+
 def _console_mode(options: argparse.Namespace) -> str | None:
     """`--json` and `--quiet` are the console report's modes, for this call only."""
     return "json" if options.json else "quiet" if options.quiet else None
+
+
+SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
+    ("--host", {"help": "by default 127.0.0.1"}),
+    ("--port", {"type": int, "help": "by default 8000; 0: any that is free"}),
+    ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
+    ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
+    ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),
+    ("--engine", {"default": "inprocess", "metavar": "NAME", "help": "inprocess (default) or vllm_local"}),
+    ("--tp", {"type": _positive, "metavar": "N", "help": "GPUs for one copy of the model"}),
+    ("--lora-rank", {"type": _positive, "metavar": "R", "help": "start ready for adapters of this rank"}),
+)
+"""Of `podium serve`; --model.key=value and --engine.key=value set the rest."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,6 +266,7 @@ def _run_commands() -> list[tuple[Any, ...]]:
 
 
 def _other_commands() -> list[tuple[Any, ...]]:
+    port = {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}
     return [
         (
             "check",
@@ -235,6 +279,8 @@ def _other_commands() -> list[tuple[Any, ...]]:
             ),
             ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
         ),
+        ("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS),
+        ("report", report, "the page of a run, or of a folder of runs, live on this machine", RUN, ("--port", port)),
         ("show", show, "the settings, resolved", SETTINGS, AS_JSON),
         (
             "list",

@@ -43,7 +43,8 @@ class RewardFailedError(PodiumError):
 
 
 class EngineError(PodiumError):
-    """An engine returned an answer that cannot be right: wrong counts, unknown ids, logprobs that are no numbers."""
+    """An engine broke, or returned an answer that cannot be right: wrong counts, unknown ids, logprobs that are no
+    numbers."""
 
 
 class WeightsError(EngineError):

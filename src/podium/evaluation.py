@@ -1,16 +1,27 @@
 """data → rollout → reward on held-out prompts, with a sampling of its own."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from statistics import fmean
 
 from podium.records import EvalReport, Group, Prompt, RunState
 from podium.stages import RewardStage, RolloutStage
 
 
-async def held_out_groups(rollout: RolloutStage, reward: RewardStage, prompts: Sequence[Prompt]) -> list[Group]:
+async def held_out_groups(
+    rollout: RolloutStage,
+    reward: RewardStage,
+    prompts: Sequence[Prompt],
+    beat: Callable[[str], None] = lambda stage: None,
+) -> list[Group]:
     """Every prompt's rollouts, scored; prompts that an engine failed at are left out."""
-    return [group async for group in reward.score_each(rollout.start(prompts)) if group.rollouts]
+
+    async def written() -> AsyncIterator[Group]:
+        async for group in rollout.start(prompts):
+            beat("evaluation")
+            yield group
+
+    return [group async for group in reward.score_each(written()) if group.rollouts]
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -43,15 +54,17 @@ class HeldOut:
         is_over: Callable[[RunState], bool],
         every: int,
         tell: Callable[[EvalReport], None],
+        beat: Callable[[str], None] = lambda stage: None,
     ) -> None:
+        """`beat` is told with each group that the evaluation gets on."""
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
-        self._is_over, self._every, self._tell = is_over, every, tell
+        self._is_over, self._every, self._tell, self._beat = is_over, every, tell, beat
 
     async def run_if_due(self, state: RunState, since: int) -> None:
         if not self._prompts or not self._is_due(state, since):
             return
         started = time.monotonic()
-        groups = await held_out_groups(self._rollout, self._reward, self._prompts)
+        groups = await held_out_groups(self._rollout, self._reward, self._prompts, self._beat)
         version = groups[0].rollouts[0].policy_version_max  # of the engine, which may not follow the trainer
         self._tell(EvalReport(state.step, version, eval_metrics(groups), time.monotonic() - started))
 

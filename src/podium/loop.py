@@ -12,10 +12,10 @@ made of or where they run. A window is `sync_every` steps' worth of prompts, sam
 and evaluations fall on window ends, so that a resumed run samples exactly what the unbroken one would have.
 """
 
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+from podium.clock import Clock, eagerly
 from podium.errors import StalledError
 from podium.records import Group, Plan, RunState, StepGroups
 from podium.stages import Stages
@@ -32,42 +32,37 @@ async def train(stages: Stages, plan: Plan) -> RunState:
     if state.step == 0 and not stages.stop_requested():
         await stages.evaluation.run_if_due(state, since=0)
 
-    laps = Laps()
+    clock = Clock()
     while window := stages.data.draw(state, plan.window_size(state.step)):  #  1  prompts of sync_every steps
         if stages.stop_requested():
             await stages.checkpoint.commit(state)
             return state
         window_start = state.step
-        groups = stages.rollout.start(window)  #                             2  all at once, arriving as they finish
-        scored = stages.reward.score_each(groups)  #                         3  overlaps generation
-        async for step in by_step(scored, stages, plan, state):  #           4  with advantages, filtered, refilled
-            laps.end("rollout")
+        groups = clock.writing(stages.rollout.start(window), len(window))  # 2  all at once, arriving as they finish
+        scored = eagerly(stages.reward.score_each(groups))  #                3  overlaps generation
+        async for step in by_step(scored, stages, plan, state, clock):  #    4  with advantages, filtered, refilled
+            clock.end("rollout")
             batches = stages.pack(step.kept)  #                              5
-            laps.end("pack")
+            clock.end("pack")
             result = await stages.trainer.step(batches)  #                   6+7  loss inside the trainer
-            laps.end("train")
+            clock.end("train")
             state = stages.data.advance(state, step.drawn).after(step, result)
-            await stages.report.write(state, step, result, laps.take())  #   10
-            laps.end("report")
+            await stages.report.write(state, step, result, clock.take())  #   10
+            clock.end("report")
         if plan.sync_every:
             await stages.sync.push(state.policy_version)  #                  8  nothing if nothing was trained
-        laps.end("sync")
+        clock.end("sync")
         await stages.evaluation.run_if_due(state, since=window_start)
-        laps.end("eval")
+        clock.end("eval")
         await stages.checkpoint.commit_if_due(state)  #                      9
-        laps.end("checkpoint")
-        if state.num_skipped_in_a_row >= plan.max_skipped_steps:
-            await stages.checkpoint.commit(state)
-            raise StalledError(
-                f"none of the last {state.num_skipped_in_a_row} steps changed the policy: no group had signal, or no "
-                "gradient was finite; look at the rollouts, or raise run.max_skipped_steps"
-            )
+        clock.end("checkpoint")
+        await give_up_if_stalled(stages, plan, state)
     await stages.checkpoint.finish(state)
     return state
 
 
 async def by_step(
-    scored: AsyncIterator[Group], stages: Stages, plan: Plan, state: RunState
+    scored: AsyncIterator[Group], stages: Stages, plan: Plan, state: RunState, clock: Clock
 ) -> AsyncIterator[StepGroups]:
     """The groups of a window, a step's worth at a time; the last may be smaller and trains too.
 
@@ -88,24 +83,18 @@ async def by_step(
         more = stages.data.draw(stages.data.advance(state, step.drawn), missing) if refills_left else []
         if not more:
             break
-        scored = stages.reward.score_each(stages.rollout.start(more), after=step.drawn)
+        groups = clock.writing(stages.rollout.start(more), len(more))
+        scored = eagerly(stages.reward.score_each(groups, after=step.drawn))
         step = replace(step, num_refills=step.num_refills + 1)
     if step.drawn:
         yield step
 
 
-class Laps:
-    """Seconds since the previous lap, added up by stage until taken with the next step's report."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._seconds: dict[str, float] = {}
-
-    def end(self, stage: str) -> None:
-        now = time.monotonic()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-
-    def take(self) -> dict[str, float]:
-        taken, self._seconds = self._seconds, {}
-        return taken
+async def give_up_if_stalled(stages: Stages, plan: Plan, state: RunState) -> None:
+    """After a commit: what changed nothing so often will not come right by itself."""
+    if state.num_skipped_in_a_row >= plan.max_skipped_steps:
+        await stages.checkpoint.commit(state)
+        raise StalledError(
+            f"none of the last {state.num_skipped_in_a_row} steps changed the policy: no group had signal, or no "
+            "gradient was finite; look at the rollouts, or raise run.max_skipped_steps"
+        )

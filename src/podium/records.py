@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from podium.plan import Plan as Plan
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,35 +27,6 @@ def ids_digest(token_ids: Sequence[int]) -> str:
     if sys.byteorder == "big":
         as_int64.byteswap()
     return hashlib.blake2b(as_int64.tobytes(), digest_size=8).hexdigest()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The numbers that the loop itself needs."""
-
-    steps: int
-    """Trainer steps of the whole run."""
-    prompts_per_step: int
-    rollouts_per_prompt: int
-    sync_every: int = 1
-    """Steps per policy window; 0 never syncs."""
-    max_skipped_steps: int = 50
-    """Steps without an update in a row after which the run is given up."""
-    epochs: int | None = None
-    """Passes over the data after which the run ends early; None has no limit."""
-    max_refills: int = 0
-    """Rounds in which a window draws what its filter dropped; 0: a step is what was drawn first."""
-    retire_pass_rate: float | None = None
-    """Share of correct rollouts from which on a row is not drawn again; None retires none."""
-
-    @property
-    def prompts_per_window(self) -> int:
-        """Prompts that are sampled with one set of weights."""
-        return self.prompts_per_step * max(1, self.sync_every)
-
-    def window_size(self, step: int) -> int:
-        """Prompts of the window that begins after `step` steps; 0 once all are done."""
-        return min(self.prompts_per_window, max(0, self.steps - step) * self.prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -200,6 +173,11 @@ class Group:
         return [k for k, (rollout, reward) in pairs if reward is not None and any(rollout.loss_mask)]
 
     @property
+    def oldest_version(self) -> int:
+        """Of the weights that wrote the first token of its first rollout; without rollouts it is never too old."""
+        return min((rollout.policy_version_min for rollout in self.rollouts), default=sys.maxsize)
+
+    @property
     def has_signal(self) -> bool:
         """Whether its rewards differ: compared exactly, since equal rewards can have a tiny float deviation."""
         scored = [reward for reward in self.rewards if reward is not None]
@@ -210,6 +188,20 @@ class Group:
         """Share of correct rollouts among the scored ones; 0 where fewer than two are known to be correct or not."""
         known = [correct for correct in self.correct if correct is not None]
         return sum(known) / len(known) if len(known) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Where the prompts under way stood when the async loop had its next step together."""
+
+    num_writing: int
+    """Prompts whose rollouts were being written."""
+    num_scoring: int
+    """Groups whose rewards were not known yet."""
+    num_waiting: int
+    """Scored groups, those of the step aside."""
+    num_stale: int
+    """Groups that were found too old since the step before, and are sampled again."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +216,8 @@ class StepGroups:
     """Those that are trained, as the filter left them."""
     num_refills: int = 0
     """Rounds of further prompts that were started for it."""
+    queues: Queues | None = None
+    """None in the strict loop."""
 
     def plus(self, drawn: Sequence[Group], kept: Sequence[Group]) -> StepGroups:
         return replace(self, drawn=(*self.drawn, *drawn), kept=(*self.kept, *kept))
@@ -340,6 +334,8 @@ class UpdateResult:
     num_loss_tokens: int
     metrics: Mapping[str, float]
     """`loss/*`, `optim/*`, `mismatch/*`, `pack/*`, by the names of docs/metrics.md."""
+    policy_logprobs: Mapping[tuple[int, str], Sequence[float]] = field(default_factory=dict)
+    """By ordinal and digest: the trainer's logprobs of this rank's rollouts, as the first pass over them saw them."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +346,7 @@ class RunState:
     """Trainer steps done."""
     policy_version: int = 0
     next_ordinal: int = 0
-    """The trained frontier: every prompt below it was trained or dropped, none at or above it was."""
+    """The trained frontier: every prompt below it was trained or dropped but the pending ones, none above it was."""
     num_rollouts: int = 0
     """Sampled for training so far."""
     num_tokens: int = 0
@@ -361,6 +357,8 @@ class RunState:
     num_dropped_groups: int = 0  # prompts that an engine failed at in every try
     retired: tuple[int, ...] = ()
     """Rows that are not drawn again, by index, sorted."""
+    pending: tuple[int, ...] = ()
+    """Ordinals below the frontier that are still to be trained, sorted: others that were drawn later came first."""
 
     def after(self, step: StepGroups, result: UpdateResult) -> RunState:
         """The counts once a step has been trained; its frontier is the data's business."""
@@ -398,3 +396,5 @@ class StepReport:
     """Every group of the step, the dropped ones too."""
     kept: tuple[int, ...]
     """Ordinals of the groups that were trained."""
+    policy_logprobs: Mapping[tuple[int, str], Sequence[float]] = field(default_factory=dict)
+    """As in `UpdateResult`."""

@@ -22,6 +22,8 @@ CLASSES: dict[str, Class] = {
     "run.rollouts_per_prompt": "refuse",
     "run.max_skipped_steps": "free",
     "run.sync_every": "refuse",
+    "run.max_lag": "refuse",
+    "run.in_flight": "refuse",
     "run.max_stall_s": "free",
     "run.grace_s": "free",
     "run.max_restarts": "free",

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from podium import loop, loop_async
 from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import eval_metrics, held_out_groups
 from podium.lookup import find
-from podium.loop import train as loop
 from podium.model.load import load_policy
 from podium.records import Group, RunState
 from podium.run_folder import RunFolder
@@ -149,7 +149,8 @@ async def _until_stopped(wired: Wired) -> RunState:
     """The loop; broken off by a signal while it samples, it ends with the last whole step."""
     with wired.watch.guarding():
         try:
-            return await loop(wired.stages, wired.plan)
+            schedule = loop_async if wired.plan.max_lag else loop
+            return await schedule.train(wired.stages, wired.plan)
         except RunStopped:
             return await wired.stages.checkpoint.commit_last()
 

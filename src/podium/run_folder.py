@@ -1,7 +1,7 @@
 """A run is a folder: its files by name, its lock and its status.
 
-settings.toml  status.json  metrics.jsonl  events.jsonl  restarts.json  stacks.txt  report.html  rollouts/
-checkpoints/  final/
+settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
+rollouts/  checkpoints/  final/
 """
 
 import fcntl
@@ -25,6 +25,7 @@ class RunFolder:
         self.settings = path / "settings.toml"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.tokens = path / "tokens.jsonl"
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
@@ -101,10 +102,7 @@ class RunFolder:
     @property
     def state(self) -> str:
         """ "running", "finished", "stopped", "failed", or "" where none was written."""
-        try:
-            return json.loads(self._status.read_text())["state"]
-        except (OSError, ValueError, KeyError):
-            return ""
+        return str(self.status.get("state", ""))
 
     @property
     def restarts(self) -> int:
@@ -139,18 +137,25 @@ class RunFolder:
         except (OSError, ValueError):
             return {"total": 0, "in_a_row": 0}
 
-    def fail(self, message: str) -> None:
-        """The status of a run that broke, at the step it had reached."""
+    @property
+    def status(self) -> dict[str, Any]:
+        """What status.json says; empty where none was written."""
         try:
             status = json.loads(self._status.read_text())
         except (OSError, ValueError):
-            status = {"step": 0, "percent": 0.0}
+            return {}
+        return status if isinstance(status, dict) else {}
+
+    def fail(self, message: str) -> None:
+        """The status of a run that broke, at the step it had reached."""
+        status = self.status or {"step": 0, "percent": 0.0}
         write_atomically(self._status, json.dumps({**status, "state": "failed", "message": message}))
 
     def write_status(self, state: str, step: int, steps: int, message: str = "") -> None:
         status = {
             "state": state,
             "step": step,
+            "steps": steps,
             "percent": 100.0 if state == "finished" else round(100 * step / steps, 1),
             "message": message,
             "pid": os.getpid(),
@@ -181,7 +186,7 @@ class RunFolder:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _what_it_holds(self) -> str:
-        if self._is_locked():
+        if self.is_locked():
             return "is in use by another run; wait for it, stop it, or give a new folder"
         if not self.settings.is_file():
             return "is not empty; give a new folder"
@@ -189,8 +194,8 @@ class RunFolder:
             return "holds a finished run; give a new folder, or `podium resume` it with more run.steps"
         return "holds a run that has begun; go on with it by `podium resume`, or give a new folder"
 
-    def _is_locked(self) -> bool:
-        """Asks without leaving a trace."""
+    def is_locked(self) -> bool:
+        """Whether a process is at work here; asks without leaving a trace."""
         if not (self.path / "lock").exists():
             return False
         with (self.path / "lock").open() as handle:

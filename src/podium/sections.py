@@ -76,6 +76,10 @@ class Run(Section):
     """Steps without an update in a row after which the run is given up."""
     sync_every: Annotated[int, Field(ge=0)] = 1
     """Steps sampled with one set of weights; 0 keeps the first weights in the engine for ever, evaluation included."""
+    max_lag: Annotated[int, Field(ge=0)] = 0
+    """Policy versions that a rollout may be behind when it is trained; from 1 on sampling runs ahead of training."""
+    in_flight: bool = False
+    """With max_lag: new weights reach the engine while rollouts are being written; false: they wait for those."""
     max_stall_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds without any progress (a group, a step, a push, a commit) after which the run is given up."""
     grace_s: Annotated[float, Field(gt=0)] = 30.0

@@ -92,6 +92,16 @@ class Settings(Section):
     def _sections_agree(self) -> "Settings":
         if self.run.rollouts_per_prompt < 2:
             raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
+        if self.run.max_lag and self.run.sync_every != 1:
+            raise InputError(
+                f"run.max_lag = {self.run.max_lag} with run.sync_every = {self.run.sync_every}: the async loop syncs "
+                "after every step; remove one of them"
+            )
+        if self.run.in_flight and not self.run.max_lag:
+            raise InputError(
+                "run.in_flight has no effect with run.max_lag = 0: nothing is written while weights change; "
+                "set max_lag to 1 or more, or remove it"
+            )
         if not self.data:
             raise InputError("data: at least one [[data]] table is needed")
         _refuse_half_a_mixture(self.data, self.eval.data)
@@ -104,10 +114,7 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
-        if self.checkpoint.start_from is not None and self.checkpoint.adapter_from is not None:
-            raise InputError("checkpoint.start_from and checkpoint.adapter_from both say where to start; remove one")
-        if self.checkpoint.adapter_from is not None and self.model.lora is False:
-            raise InputError("checkpoint.adapter_from has no effect with model.lora = false; remove one of them")
+        _refuse_two_starts(self)
         keys = ("every", "n", "temperature", "top_k", "top_p")
         changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
         if changed and not self.eval.data:
@@ -183,6 +190,14 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_two_starts(settings: Settings) -> None:
+    given = settings.checkpoint
+    if given.start_from is not None and given.adapter_from is not None:
+        raise InputError("checkpoint.start_from and checkpoint.adapter_from both say where to start; remove one")
+    if given.adapter_from is not None and settings.model.lora is False:
+        raise InputError("checkpoint.adapter_from has no effect with model.lora = false; remove one of them")
 
 
 def _refuse_secrets(value: Any, path: tuple[str, ...] = ()) -> None:

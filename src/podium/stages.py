@@ -6,7 +6,7 @@ A stage knows the records that it takes and gives, and nothing of where it runs:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 class Data(Protocol):
     """Stage 1. Prompts in an order that depends on the seed alone."""
 
-    def draw(self, state: RunState, count: int) -> list[Prompt]:
-        """The next prompts from the trained frontier on; fewer where the data ends."""
+    def draw(self, state: RunState, count: int, under_way: Collection[int] = ()) -> list[Prompt]:
+        """The next prompts, those aside whose ordinals are `under_way`; fewer where the data ends."""
         ...
 
-    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
-        """The state with its frontier behind these groups."""
+    def advance(self, state: RunState, groups: Sequence[Group], under_way: Collection[int] = ()) -> RunState:
+        """The state once these groups are done; it remembers what is still `under_way`, to be drawn after a resume."""
         ...
 
     def end(self, state: RunState) -> str | None:
@@ -51,7 +51,8 @@ class Engine(Protocol):
     """What rollout asks: ids in, ids and logprobs out.
 
     Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
-    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`.
+    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one
+    that can keep its weights while answers are being written has `in_flight`, which is set where they may change.
     """
 
     policy_version: int | None
@@ -245,3 +246,5 @@ class Stages:
     evaluation: Evaluation
     stop_requested: Callable[[], bool]
     """Whether a signal asked the run to end at the next safe point."""
+    event: Callable[..., None] = lambda kind, **details: None
+    """Takes what happened, for the event log."""

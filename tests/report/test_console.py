@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from podium.records import EvalReport
-from podium.report.console import Console, summary_text
+from podium.report import console as console_module
+from podium.report.console import Console, duration, summary_text
 from tests.builders import make_group, make_rollout, make_step_report
 
 CARD = {"title": "arithmetic: grpo on embedded", "folder": "runs/one", "steps": 20, "facts": {}}
@@ -40,8 +41,9 @@ SUMMARY_LINES = [
     "finished: step 20 of 20 in 12.3 s",
     "held-out accuracy: 0.250 before, 0.500 after",
     "run folder: runs/one",
-    "page: runs/one/report.html",
+    "page: runs/one/report.html (live: podium report runs/one)",
     "trained model: runs/one/final",
+    "take it away: podium export runs/one OUT (--merge for plain weights)",
 ]
 
 
@@ -85,7 +87,7 @@ def test_on_a_terminal_it_draws_a_table_the_progress_and_a_rollout(capsys: pytes
     assert "step  reward  correct" in out
     assert "3/20" in out
     assert "held-out at step 3: accuracy 0.25" in out
-    assert "'What is 1 + 2?' → '[red]#### 3' scores 0.2" in out
+    assert "'What is 1 + 2?' → '[red]#### 3' scores 1.2" in out
     assert "finished: step 20 of 20 in 12.3 s" in out
 
 
@@ -115,6 +117,59 @@ def test_a_resumed_run_starts_its_progress_where_it_was(capsys: pytest.CaptureFi
     assert "7/20" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("terminal")
+def test_the_time_left_is_that_of_the_last_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    console = Console(mode="live")
+    console.start(CARD, [])
+    for step in (1, 2):
+        clock[0] += 60.0
+        console.write(make_step_report(step=step))
+    console.fail()
+    # 18 steps of 60 s; rich's own guess looks back 30 s and would have none
+    assert "18 min left" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_rollout_stays_long_enough_to_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    console = Console(mode="live")
+    console.start(CARD, [])
+    shown = []
+    for step, at in ((1, 100.0), (2, 104.0), (3, 105.0), (4, 110.0)):
+        clock[0] = at
+        texts = (make_rollout(f"low {step}"), make_rollout(f"high {step}"))
+        console.write(make_step_report(make_group((0.2, 1.2), rollouts=texts), step=step))
+        shown.append(console._rollout)
+    console.fail()
+    # the best and the worst in turn, five seconds each
+    assert [text.partition("→ ")[2] for text in shown] == [
+        "'high 1' scores 1.2",
+        "'high 1' scores 1.2",
+        "'high 3' scores 1.2",
+        "'low 4' scores 0.2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(7.4, "7 s"), (119, "119 s"), (121, "2 min"), (3599, "1 h 00 min"), (12_000, "3 h 20 min")]
+)
+def test_durations_are_said_as_people_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_summary_says_where_the_time_went() -> None:
+    # 20 steps of 5 + 3 + 1.99 + 0.01 s: what is below half a percent is not worth a word
+    text = summary_text(SUMMARY, {"train": 60.0, "rollout": 100.0, "sync": 0.2, "eval": 39.8}, 20)
+    assert "a step took 10 s: rollout 50%, train 30%, eval 20%" in text.splitlines()
+
+
 def test_a_run_that_failed_prints_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(mode="plain")
     console.start(CARD, [])
@@ -132,7 +187,7 @@ GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
         ({"accuracy_before": None, "accuracy_after": None}, [SUMMARY_LINES[0], *SUMMARY_LINES[2:]]),
         (
             {"state": "stopped", "step": 4, "model": None},
-            ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-1], GO_ON],
+            ["stopped: step 4 of 20 in 12.3 s", *SUMMARY_LINES[1:-2], GO_ON],
         ),
         (
             {"step": 12, "message": "run.epochs = 2 is reached"},

@@ -6,6 +6,7 @@ import pytest
 
 from podium.ledger import Ledger
 from podium.records import EvalReport, StepReport
+from podium.report._pieces import Pieces, piece_decoder, read_pieces
 from podium.report.jsonl import Jsonl, rollout_lines
 from podium.run_folder import RunFolder
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
@@ -64,6 +65,7 @@ def test_a_rollout_line_has_all_that_happened_to_it() -> None:
             "seed": 0,
             "policy_version": [2, 3],
             "trained": True,
+            "source": "arithmetic",
             "prompt": "What is 1 + 2?",
             "answer": "3",
             "text": "####\n3",
@@ -76,6 +78,53 @@ def test_a_rollout_line_has_all_that_happened_to_it() -> None:
             "logprobs": [-0.123457, -1.0],
         }
     ]
+
+
+def test_a_rollout_that_was_trained_has_the_trainers_logprobs_less_the_samplers() -> None:
+    rollout = make_rollout("x", (8, 24, 2), rollout_logprobs=(-0.5, -1.0, -0.25))
+    group = make_group((1.2, None), prompt=make_prompt(7), rollouts=(rollout, rollout))
+    made = make_step_report(group)
+    seen = {(7, rollout.digest): (-0.5, -1.1234567, -0.250000001)}
+    lines = list(rollout_lines(StepReport(made.state, made.metrics, made.groups, made.kept, seen)))
+    assert [line.get("logprob_gaps") for line in lines] == [[0.0, -0.12346, 0.0], None]
+    assert "-0.0," not in json.dumps(lines[0]["logprob_gaps"])  # nothing rounds to a minus zero
+    broken = {(7, rollout.digest): (-0.5, float("nan"), -0.25)}
+    lines = list(rollout_lines(StepReport(made.state, made.metrics, made.groups, made.kept, broken)))
+    assert "logprob_gaps" not in lines[0]  # JSON has no word for it
+
+
+def test_the_text_of_every_token_is_kept_once(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def decode(token_id: int) -> str:
+        asked.append(token_id)
+        return f"<{token_id}>"
+
+    folder = RunFolder(tmp_path)
+    report = Jsonl(Ledger(folder), Pieces(folder.tokens, decode))
+    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (8, 24, 8, 2)),)), step=1))
+    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (2, 9)),)), step=2))
+    assert asked == [2, 8, 24, 9]
+    assert read_pieces(folder.tokens) == {2: "<2>", 8: "<8>", 24: "<24>", 9: "<9>"}
+
+
+def test_the_texts_of_tokens_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.jsonl"
+    path.write_text('\n{"8": "a"}\n{"24": "b')
+    pieces = Pieces(path, str)
+    pieces.add([8, 24])
+    assert read_pieces(path) == {8: "a", 24: "24"}
+
+
+def test_a_tokenizers_space_before_a_word_is_kept() -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "word"
+
+        def convert_ids_to_tokens(self, token_id: int) -> str:
+            return "▁word" if token_id == 1 else "word"
+
+    assert [piece_decoder(Tokenizer())(token_id) for token_id in (1, 2)] == [" word", "word"]
 
 
 def test_a_rollout_counts_as_trained_only_if_its_group_was_kept_and_it_has_a_reward() -> None:

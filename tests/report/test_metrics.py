@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from podium.pack import pack
-from podium.records import RunState, StepGroups, UpdateResult
-from podium.report._metrics import group_metrics, pack_metrics, rollout_metrics, step_metrics
+from podium.records import Queues, RunState, StepGroups, UpdateResult
+from podium.report._metrics import group_metrics, overlap_metrics, pack_metrics, rollout_metrics, step_metrics
 from tests.builders import make_group, make_prompt, make_rollout
 
 
@@ -66,11 +68,12 @@ def test_the_numbers_of_a_step() -> None:
         RunState(step=9, policy_version=7, retired=(2, 5, 11)),
         StepGroups(2, (kept, dropped), (kept,), num_refills=3),
         result(loss__total=-0.5, pack__batches=4.0, pack__tokens=30.0),
-        {"rollout": 2.0, "train": 0.5, "sync": 0.1},
+        {"rollout": 2.0, "train": 0.5, "sync": 0.1, "engine": 1.5, "engine_waits": 1.1, "overlapped": 0.125},
         20,
     )
-    # 4 rollouts of 3 tokens in 2 s; 30 packed tokens in 0.5 s; version 6 was trained, the oldest rollout is of 4;
-    # 4 batches for the 2 kept rollouts, with 30 tokens in 4 · 20 places
+    # 4 rollouts of 3 tokens in 1.5 s of the engine's, which was at work in a quarter of the training; 30 packed tokens
+    # in 0.5 s; version 6 was trained, one rollout is of 4 and three are of 6; 4 batches for the 2 kept rollouts, with
+    # 30 tokens in 4 · 20 places
     expected = {
         "reward/mean": 0.55,
         "reward/kept_mean": 0.7,
@@ -79,7 +82,7 @@ def test_the_numbers_of_a_step() -> None:
         "reward/arithmetic_mean": 0.55,
         "reward/kept_arithmetic_mean": 0.7,
         "reward/kept_abstained": 0.0,
-        "rollout/tokens_per_s": 6.0,
+        "rollout/tokens_per_s": 8.0,
         "advantage/abs_mean": 0.75,
         "batch/kept_ratio": 0.5,
         "batch/drawn": 2.0,
@@ -90,6 +93,8 @@ def test_the_numbers_of_a_step() -> None:
         "pack/fill": 0.375,
         "version/policy": 7.0,
         "version/lag_max": 2.0,
+        "version/lag_mean": 0.5,
+        "time/overlap": 0.25,
         "time/rollout_s": 2.0,
         "time/train_s": 0.5,
         "time/sync_s": 0.1,
@@ -97,6 +102,36 @@ def test_the_numbers_of_a_step() -> None:
         "perf/train_tokens_per_s": 60.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_strict_loop_has_no_queues_and_the_async_one_says_where_its_prompts_stood() -> None:
+    step = StepGroups(1, (make_group(),), (make_group(),))
+    strict = step_metrics(RunState(step=1, policy_version=1), step, result(), {}, 99)
+    assert not any(name.startswith("queue/") for name in strict)
+    queued = replace(step, queues=Queues(num_writing=5, num_scoring=3, num_waiting=2, num_stale=1))
+    metrics = step_metrics(RunState(step=1, policy_version=1), queued, result(), {}, 99)
+    assert {name: value for name, value in metrics.items() if name not in strict} == {
+        "version/stale_resampled": 1.0,
+        "queue/prompts_in_flight": 5.0,
+        "queue/groups_being_scored": 3.0,
+        "queue/groups_scored_waiting": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "train", "overlapped", "expected"),
+    [
+        (2.0, 1.0, 1.0, 1.0),  # training was hidden behind sampling altogether
+        (1.0, 2.0, 0.5, 0.5),  # half of the sampling was hidden behind training
+        (1.0, 1.0, 0.0, 0.0),  # strictly in turn
+        (0.0, 1.0, 0.0, None),  # one side had nothing to do
+    ],
+)
+def test_the_overlap_is_the_share_of_the_shorter_sides_work(
+    engine: float, train: float, overlapped: float, expected: float | None
+) -> None:
+    found = overlap_metrics({"engine": engine, "train": train, "overlapped": overlapped})
+    assert found.get("time/overlap") == expected
 
 
 def test_a_step_that_made_no_update_lags_behind_the_version_that_stays() -> None:

@@ -1,5 +1,6 @@
 """The memory plan: what it adds up, what it decides where the settings leave it open, and that it is kept to."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,23 @@ def test_references_snapshots_and_slots_are_counted(tmp_path: Path) -> None:
     assert memory_plan(late, policy, longest_prompt=20).engine_copy == base.trained
     few = settings_of(tmp_path, model={"lora": False}, engine={"concurrency": 4})
     assert memory_plan(few, policy, longest_prompt=20).cache == base.cache // 4  # of 16 rollouts
+
+
+def test_on_cuda_a_prompts_cache_is_counted_once_for_its_group_and_in_the_trainers_precision(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(_memory, "device_bytes", lambda device: int(1e11))
+    plain, half = (settings_of(tmp_path, trainer={"precision": name}) for name in ("float32", "bfloat16"))
+    policy = replace(policy_of(plain), device=torch.device("cuda"))
+    config: Any = policy.model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads
+    per_token *= config.hidden_size // config.num_attention_heads
+    logits = 2 * 4 * 16 * config.vocab_size
+    tokens = (16 + 1) * 64 + 4 * 128  # 16 rollouts and a spare, 4 prompts; 24 and 100 tokens rounded up to columns
+    assert _memory._cache(plain, policy, 100, 24) == 4 * tokens * per_token + logits
+    assert _memory._cache(half, policy, 100, 24) == 2 * tokens * per_token + logits
+    weights = sum(p.numel() for p in policy.twin.parameters())
+    assert _memory._engine_copy(half, policy, trained=0) == 2 * weights
 
 
 def test_compiled_layers_are_planned_with_their_share(tmp_path: Path) -> None:

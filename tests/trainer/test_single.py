@@ -90,6 +90,22 @@ def test_answers_that_beat_their_group_become_more_likely() -> None:
     assert sum(asyncio.run(trainer.score(ids))[document.answer_starts[0] - 1 :]) > before
 
 
+@pytest.mark.parametrize("options", [{}, {"epochs_per_batch": 2}])
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[3], [0, 1, 2]]])
+def test_the_logprobs_of_each_rollout_are_those_before_the_update(split: list[list[int]], options: dict) -> None:
+    trainer = a_trainer(**options)
+    group = a_group(trainer)
+    prompt = list(group.prompt.token_ids)
+    before = {
+        (0, rollout.digest): asyncio.run(trainer.score([*prompt, *rollout.token_ids]))[len(prompt) - 1 :]
+        for rollout in group.rollouts
+    }
+    found = step(trainer, split).policy_logprobs
+    assert set(found) == set(before)
+    for key, logprobs in before.items():
+        assert found[key] == pytest.approx(logprobs, abs=1e-5)
+
+
 def test_no_batch_makes_no_update() -> None:
     trainer = a_trainer()
     before = trained(trainer)

@@ -1,17 +1,18 @@
 """Rows to prompts in the run's order.
 
 Row of ordinal i: place i mod epoch size in a shuffle that depends on (seed, epoch) alone, of the rows that the epoch
-takes from each source (`_mixture.py`; by default every row once). So the cursor of a run is one number, and a resumed
-run goes on with the very prompts that the unbroken one would have taken. Prompts that are too long or whose row is
-retired keep their ordinal and are skipped.
+takes from each source (`_mixture.py`; by default every row once). So the cursor of a run is one number, with the few
+ordinals below it that were overtaken, and a resumed run goes on with the very prompts that the unbroken one would have
+taken. Prompts that are too long or whose row is retired keep their ordinal and are skipped.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from podium.data._mixture import Pool, Source, make_pools
@@ -104,30 +105,37 @@ class OrderedData:
             digest.update(json.dumps([row.answer, row.reward, row.metadata, ids], default=str).encode())
         return digest.hexdigest()
 
-    def draw(self, state: RunState, count: int) -> list[Prompt]:
-        """The next `count` prompts from the frontier on, retired rows aside; fewer at the end of the last epoch."""
-        drawn: list[Prompt] = []
+    def draw(self, state: RunState, count: int, under_way: Collection[int] = ()) -> list[Prompt]:
+        """The next `count` prompts: the pending ones, then from the frontier on, retired rows aside; fewer at the end
+        of the last epoch. Those `under_way` were drawn before and are passed over."""
+        prompts = (prompt for prompt in self._to_do(state) if prompt.ordinal not in under_way)
+        return list(islice(prompts, count))
+
+    def _to_do(self, state: RunState) -> Iterator[Prompt]:
+        """A row that was retired after its prompt was drawn is still trained, after a resume too."""
+        yield from (prompt for ordinal in state.pending if (prompt := self.prompt(ordinal)) is not None)
+        if self._all_are_retired(state):
+            return
         ordinal, retired = state.next_ordinal, set(state.retired)
         end = None if self._plan.epochs is None else self._plan.epochs * self._epoch_size
-        if self._all_are_retired(state):
-            return []
-        while len(drawn) < count and (end is None or ordinal < end):
+        while end is None or ordinal < end:
             prompt = self.prompt(ordinal)
             if prompt is not None and self._row_of(ordinal) not in retired:
-                drawn.append(prompt)
+                yield prompt
             ordinal += 1
-        return drawn
 
-    def advance(self, state: RunState, groups: Sequence[Group]) -> RunState:
-        """The state with its frontier behind these groups, and the rows that they solved retired."""
-        ordinals = [group.prompt.ordinal for group in groups]
+    def advance(self, state: RunState, groups: Sequence[Group], under_way: Collection[int] = ()) -> RunState:
+        """The state once these groups are done: its frontier behind them and behind all that is still `under_way`,
+        which stays pending; the rows that they solved retired."""
+        done = {group.prompt.ordinal for group in groups}
         rate = self._plan.retire_pass_rate
         solved = {
             self._row_of(group.prompt.ordinal) for group in groups if rate is not None and group.pass_rate >= rate
         }
         return replace(
             state,
-            next_ordinal=max(ordinals, default=state.next_ordinal - 1) + 1,
+            next_ordinal=max((state.next_ordinal - 1, *done, *under_way)) + 1,
+            pending=tuple(sorted({*state.pending, *under_way} - done)),
             retired=tuple(sorted({*state.retired, *solved})) if solved else state.retired,
         )
 
@@ -135,7 +143,7 @@ class OrderedData:
         """Why the run is over, for people; None while it is not."""
         if state.step >= self._plan.steps:
             return f"run.steps = {self._plan.steps} is reached"
-        if self._all_are_retired(state):
+        if self._all_are_retired(state) and not state.pending:
             return f"every row was solved at filter.retire_pass_rate = {self._plan.retire_pass_rate} and is retired"
         if not self.draw(state, 1):
             return f"run.epochs = {self._plan.epochs} is reached"

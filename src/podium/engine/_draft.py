@@ -13,10 +13,18 @@ class Draft:
         self._rollouts: dict[int, tuple[tuple[int, ...], tuple[float, ...], FinishReason, tuple[int, int]]] = {}
 
     def add(
-        self, sample: int, ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason, version: int
+        self,
+        sample: int,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: FinishReason,
+        version: int,
+        first_version: int | None = None,
     ) -> None:
-        """`version` is that of the weights now, when its last token is there."""
-        self._rollouts[sample] = (tuple(ids), tuple(logprobs), finish_reason, (self._version, version))
+        """`version` is that of the weights now, when its last token is there; `first_version` where this rollout began
+        with other weights than the draft."""
+        first = self._version if first_version is None else first_version
+        self._rollouts[sample] = (tuple(ids), tuple(logprobs), finish_reason, (first, version))
 
     @property
     def is_whole(self) -> bool:

@@ -36,8 +36,8 @@ class SlotLayer(CacheLayerMixin):
         assert self.values is not None
         assert self.write_columns is not None
         rows = torch.arange(len(key_states), device=key_states.device)
-        self.keys[rows, :, self.write_columns] = key_states[:, :, 0]
-        self.values[rows, :, self.write_columns] = value_states[:, :, 0]
+        self.keys[rows, :, self.write_columns] = key_states[:, :, 0].to(self.keys.dtype)
+        self.values[rows, :, self.write_columns] = value_states[:, :, 0].to(self.values.dtype)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     used: int = 0

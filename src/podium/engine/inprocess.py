@@ -1,26 +1,39 @@
 """The reference engine: samples from the trainer's own weights, in the trainer's process.
 
-In: requests. Out: one answer a request, in their order, each as soon as it is whole. The prompt of a group goes
-through the model once and its keys and values are shared out to the group's slots; finished rollouts leave the batch
-and waiting groups take their place. Under LoRA the sampled weights are a scratch copy, rebuilt as base + scale·B·A
-at each load: sampling through adapter layers is slower, and merging in place would drift.
+In: requests. Out: one answer a request, each as soon as it is whole; in their order, but for CUDA graphs. The prompt of
+a group goes through the model once and its keys and values are shared by the group's slots; finished rollouts leave
+the batch and waiting ones take their place. Under LoRA the sampled weights are a scratch copy, rebuilt as base +
+scale·B·A at each load: sampling through adapter layers is slower, and merging in place would drift.
+
+On CUDA the decode step is replayed as a CUDA graph (`_continuous.py`), in the precision in which the trainer computes:
+under bfloat16 the linear layers are copies in bfloat16, and an adapter stays beside them. The plain path below is for
+CPUs, and for models that the other cannot run.
 """
 
 import asyncio
+import math
+import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from pydantic import Field
+from torch.utils._triton import has_triton
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
+from podium.engine._adapted import AdaptedLinear
+from podium.engine._continuous import Continuous
 from podium.engine._draft import Draft
+from podium.engine._joined import join_weights
+from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
-from podium.model.device_thread import on_device_thread
+from podium.model.device_thread import made_ahead, on_device_thread
 from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
@@ -28,12 +41,17 @@ from podium.model.logprobs import logits_of
 from podium.model.self_check import TOLERANCE
 from podium.records import Answer, Request, Sampling
 
+PROBE, PROBE_SAMPLING = Request(0, tuple(range(1, 6)), (1, 2)), Sampling(max_new_tokens=4)
+"""What is decoded to compare with a plain forward pass."""
 LEAVE_SHARE = 0.25
 """Finished slots leave once they are this share of the batch: leaving copies the cache."""
 
 
 class Inprocess:
-    """`snapshot`: sample from a copy of the trained weights, for schedules that train between two syncs."""
+    """`snapshot`: sample from a copy of the trained weights, for schedules that train between two syncs.
+
+    `compute_dtype` is that of the trainer's matrix products where it is not the weights'; it counts on CUDA only.
+    """
 
     channels = ("shared", "adapter", "disk")
 
@@ -41,6 +59,7 @@ class Inprocess:
         self,
         policy: Policy,
         snapshot: bool = False,
+        compute_dtype: torch.dtype | None = None,
         *,
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 512,
     ) -> None:
@@ -48,14 +67,17 @@ class Inprocess:
         is_half = policy.model.dtype != torch.float32
         if is_half and policy.peft is not None and snapshot:
             raise InputError(
-                "run.sync_every must be 1 with model.dtype = 'bfloat16': a snapshot would round the adapter"
+                "run.sync_every must be 1 and run.max_lag 0 with model.dtype = 'bfloat16': a snapshot would round the "
+                "adapter"
             )
         # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
         self._model = policy.model if is_half and policy.peft is not None else policy.twin
         self._trained = policy.model
         self._expected = policy.named_weights
         self._device = policy.device
+        self._compute_dtype = compute_dtype if policy.device.type == "cuda" and not is_half else None
         self._concurrency = concurrency
+        self._max_context_tokens = policy.max_context_tokens
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
@@ -64,29 +86,98 @@ class Inprocess:
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, _frozen(parameter.detach().clone()))
             self._model.tie_weights()
+        ranks = {name.rpartition(".lora_")[0]: len(a) for name, a in policy.named_weights() if name.endswith(".lora_A")}
+        if self._compute_dtype is not None:
+            self._halve(ranks)
+        elif self._model is not self._trained:
+            for layer in ranks:
+                module = self._model.get_submodule(layer)
+                self._base[layer] = module.weight.detach()  # type: ignore[union-attr]
+                module.weight = _frozen(self._base[layer].clone())
         self._check_decoding()
+        self._continuous: Continuous | None = None
+        self._is_compared = False
+        """Whether captured decoding has been compared with a plain forward pass; done at the first call."""
+        if self._device.type == "cuda":
+            self._continuous = self._captured_decoding()
+
+    def _halve(self, ranks: dict[str, int]) -> None:
+        """Linear layers in the trainer's precision, adapters beside them: what its autocast makes of them."""
+        head = self._model.get_output_embeddings()
+        linears = [(n, m) for n, m in self._model.named_modules() if type(m) is torch.nn.Linear and m is not head]
+        for _, module in linears:
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, _frozen(parameter.detach().to(self._compute_dtype)))
+        for name, module in linears:
+            if name in ranks:
+                self._model.set_submodule(name, AdaptedLinear(module, ranks[name], self._scale))
+        join_weights(self._model)
+
+    def _captured_decoding(self) -> Continuous | None:
+        """None, and a warning, where it cannot be."""
+        if self._model is self._trained:
+            return _warn_of_plain_decoding(
+                "model.dtype = 'bfloat16' samples through the adapter's own layers; with model.dtype = 'float32' and "
+                "trainer.precision = 'bfloat16' it would not"
+            )
+        if not has_triton():
+            return _warn_of_plain_decoding("Triton is not installed or does not know this GPU")
+        return Continuous(self._model, self._concurrency, self._compute_dtype)
 
     def _check_decoding(self) -> None:
         """The cached, slot-by-slot decode gives the logprobs of a plain forward pass; asked once."""
-        prompt = tuple(range(1, 6))
-        request = Request(0, prompt, (1, 2))
-        [answer] = self._generate(deque([request]), Sampling(max_new_tokens=4))
+        [answer] = self._generate(deque([PROBE]), PROBE_SAMPLING)
+        gap = self._gap(answer)
+        if not gap <= TOLERANCE[self._compute_dtype or self._model.dtype]:
+            raise InputError(
+                f"engine.name = 'inprocess' cannot decode this architecture: logprobs differ by {gap:.3g} from "
+                "those of a plain forward pass; use another model"
+            )
+
+    def _compare(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        """Captured decoding, with room for these requests, gives a plain forward pass's logprobs; else it is off."""
+        self._is_compared = True
+        assert self._continuous is not None
+        try:
+            self._continuous.reserve(requests, sampling)
+            [[answer]] = self._continuous.generate([PROBE], PROBE_SAMPLING, lambda: 0)
+            gap = self._gap(answer)
+        except Exception as error:  # whatever a compiler, a kernel or another architecture's modules raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._continuous = _warn_of_plain_decoding(f"{type(error).__name__}: {reason}")
+            return
+        if not gap <= TOLERANCE[self._compute_dtype or self._model.dtype]:
+            self._continuous = _warn_of_plain_decoding(f"its logprobs differ by {gap:.3g} from a plain forward pass's")
+
+    def _gap(self, answer: Answer) -> float:
+        """Largest difference between the probe's logprobs and those of a plain forward pass."""
+        gaps = [0.0]
         for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-            expected = sequence_logprobs(self._model, [*prompt, *ids])[len(prompt) - 1 :]
-            gap = max(abs(a - b) for a, b in zip(logprobs, expected, strict=True))
-            if not gap <= TOLERANCE[self._model.dtype]:
-                raise InputError(
-                    f"engine.name = 'inprocess' cannot decode this architecture: logprobs differ by {gap:.3g} from "
-                    "those of a plain forward pass; use another model"
-                )
+            expected = self._score([*PROBE.token_ids, *ids])[len(PROBE.token_ids) - 1 :]
+            gaps += [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+        return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        answers = self._generate(deque(requests), sampling)
-        while (answer := await on_device_thread(next, answers, None)) is not None:
-            yield answer
+        check_room(requests, sampling, self._max_context_tokens)
+        if self._continuous is not None and requests and not self._is_compared:
+            await on_device_thread(self._compare, requests, sampling)
+        if self._continuous is None:
+            answers = self._generate(deque(requests), sampling)
+            while (answer := await on_device_thread(next, answers, None)) is not None:
+                yield answer
+            return
+        async with aclosing(
+            made_ahead(self._continuous.generate(requests, sampling, lambda: self.policy_version or 0))
+        ) as batches:
+            async for some in batches:
+                for answer in some:
+                    yield answer
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(sequence_logprobs, self._model, list(token_ids))
+        return await on_device_thread(self._score, list(token_ids))
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        return sequence_logprobs(self._model, token_ids, compute_dtype=self._compute_dtype)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await on_device_thread(self._load_weights, weights)
@@ -114,12 +205,14 @@ class Inprocess:
                     self._lay_over(layer, halves.pop("A"), halves.pop("B"))
             elif own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+        if self._continuous is not None:
+            self._continuous.take_weights()
 
     def _lay_over(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
         module = self._model.get_submodule(layer)
-        if layer not in self._base:
-            self._base[layer] = module.weight.detach()  # type: ignore[union-attr]
-            module.weight = _frozen(torch.empty_like(self._base[layer]))
+        if isinstance(module, AdaptedLinear):
+            module.load(a, b)
+            return
         base = self._base[layer]
         module.weight.copy_(torch.addmm(base.to(a.dtype), b, a, alpha=self._scale))  # type: ignore[union-attr]
 
@@ -164,13 +257,8 @@ class Inprocess:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
         table = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         cache = DynamicCache()
-        hidden = self._model.get_decoder()(
-            input_ids=table,
-            position_ids=torch.arange(table.shape[1], device=self._device).expand_as(table),
-            attention_mask=None,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        positions = torch.arange(table.shape[1], device=self._device).expand_as(table)
+        hidden = self._hidden(table, positions, None, cache)
         logits = self._logits(hidden[torch.arange(len(table), device=self._device), lengths - 1])
         places = [(row, k) for row, index in enumerate(joining) for k in range(len(requests[index].seeds))]
         rows, samples = torch.tensor(places, device=self._device).t()
@@ -191,18 +279,22 @@ class Inprocess:
 
     def _advance(self, slots: Slots, ids: torch.Tensor) -> None:
         """One decode step: the tokens just drawn go through the model."""
-        hidden = self._model.get_decoder()(
-            input_ids=ids[:, None],
-            position_ids=slots.length[:, None],
-            attention_mask=slots.mask(),
-            past_key_values=slots.next_cache(),
-            use_cache=True,
-        ).last_hidden_state
+        hidden = self._hidden(ids[:, None], slots.length[:, None], slots.mask(), slots.next_cache())
         slots.logits = self._logits(hidden[:, -1])
         slots.length = slots.length + ~slots.finished  # one that has ended writes over its last column
 
+    def _hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache
+    ) -> torch.Tensor:
+        """The last layer's states `[rows, tokens, hidden]`."""
+        with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None):
+            return self._model.get_decoder()(
+                input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return logits_of(hidden, head_weight(self._model), softcap(self._model))
+        dtype = self._compute_dtype or hidden.dtype
+        return logits_of(hidden.to(dtype), head_weight(self._model).to(dtype), softcap(self._model))
 
 
 def _leave(
@@ -223,6 +315,10 @@ def _leave(
         return None, ids
     staying = (~slots.finished).nonzero()[:, 0]
     return slots.select(staying), ids[staying]
+
+
+def _warn_of_plain_decoding(reason: str) -> None:
+    warnings.warn(f"rollouts are written without CUDA graphs, several times slower: {reason}", stacklevel=2)
 
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:

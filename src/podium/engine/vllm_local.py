@@ -1,9 +1,8 @@
 """vLLM in this process: the base model is loaded once and stays warm, new weights reach it in memory.
 
-In: requests. Out: answers as they become whole, in any order. Under LoRA every request carries the adapter of the
-current policy version (id = version + 1; the base stays untouched, old adapters are dropped); full weights go through
-vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from. The prefix cache is
-salted with the policy version, so that no answer is written from another version's keys.
+In: requests. Out: answers as they become whole, in any order; calls that overlap share vLLM's steps. Under LoRA every
+request carries the adapter of the policy version that it began with (id = version + 1; the base stays untouched); full
+weights go through vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from.
 """
 
 import asyncio
@@ -18,9 +17,11 @@ import torch
 from pydantic import Field
 
 from podium.engine._draft import Draft
+from podium.engine._room import check_room
+from podium.engine._vllm_steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
-from podium.model.handoff import read_published, write_adapter
+from podium.model.handoff import publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
 from podium.records import Answer, FinishReason, Request, Sampling
 
@@ -38,9 +39,15 @@ MEMORY_SHARE = 0.4
 ON_CPU = {"enable_chunked_prefill": False}
 """vLLM takes a draw back when a prompt is cut in parts, which torch's CPU generators cannot do."""
 
+ADAPTERS_IN_A_STEP, ADAPTERS_IN_MEMORY = 2, 8
+"""The second is of the host's memory: a rollout that outlives its adapter's folder still has its adapter."""
+
+SLEEP_LEVEL = 1
+"""Weights wait in the host's memory. Level 2 forgets them, and with them buffers that no push carries."""
+
 
 class VllmLocal:
-    """`snapshot` is of no concern here: vLLM always has weights of its own."""
+    """`snapshot` matters to `sleep` alone: vLLM always has weights of its own."""
 
     channels = ("shared", "adapter", "disk")
 
@@ -58,24 +65,31 @@ class VllmLocal:
             Literal["float32", "bfloat16"] | None, Field(description="by default float32 on a CPU, bfloat16 on a GPU")
         ] = None,
         eager: Annotated[bool, Field(description="no compilation and no CUDA graphs: slower, starts at once")] = False,
+        tensor_parallel: Annotated[int, Field(ge=1, description="GPUs that share one copy of the model")] = 1,
+        sleep: Annotated[bool, Field(description="give the GPU's memory to the trainer while it steps")] = False,
     ) -> None:
         self.policy_version: int | None = None
-        if memory_share is not None and policy.device.type == "cpu":
-            raise InputError("engine.memory_share has no effect on a CPU; set VLLM_CPU_KVCACHE_SPACE (in GiB) instead")
+        _check_device(policy, snapshot, memory_share, tensor_parallel, sleep)
         self.dtype = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
-        self._policy = policy
+        self.max_context_tokens = min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens)
+        self.tensor_parallel = tensor_parallel
+        self._policy, self._loads, self._asleep = policy, 0, False
         self._folder = Path(tempfile.mkdtemp(prefix="podium-vllm-"))
-        self._adapter: Any = None
-        self._engine = _start(
-            policy,
-            {
-                "dtype": self.dtype,
-                "max_model_len": min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens),
-                "max_num_seqs": concurrency,
-                "enforce_eager": eager,
-                **(ON_CPU if policy.device.type == "cpu" else {"gpu_memory_utilization": memory_share or MEMORY_SHARE}),
-            },
-        )
+        options = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_context_tokens,
+            "max_num_seqs": concurrency,
+            "enforce_eager": eager,
+            "tensor_parallel_size": tensor_parallel,
+            "enable_sleep_mode": sleep,
+        }
+        if policy.device.type == "cpu":
+            options |= ON_CPU
+        else:
+            options |= {"gpu_memory_utilization": memory_share or MEMORY_SHARE}
+            options |= {"weight_transfer_config": {"backend": "nccl"}} if policy.peft is None else {}
+        self._engine = _start(policy, options)
+        self._steps = SharedSteps(self._engine)
         known = self._engine.model_config.get_vocab_size()
         if known != policy.vocabulary:
             raise InputError(
@@ -83,77 +97,128 @@ class VllmLocal:
             )
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        version = self.policy_version or 0
-        drafts = {request.key: Draft(request, version) for request in requests}
-        pending = {f"{request.key}/{k}" for request in requests for k in range(len(request.seeds))}
+        check_room(requests, sampling, self.max_context_tokens)
+        await self.wake()
+        drafts = [Draft(request, 0) for request in requests]
+        owners = [(index, k) for index, request in enumerate(requests) for k in range(len(request.seeds))]
+        asked = [(requests[index].token_ids, _parameters(sampling, requests[index].seeds[k])) for index, k in owners]
+        outputs = self._steps.outputs(asked)
         try:
-            await on_device_thread(self._enqueue, requests, sampling, version)
-            while pending:
-                for output in await on_device_thread(self._engine.step):
-                    if not output.finished or output.request_id not in pending:
-                        continue
-                    pending.discard(output.request_id)
-                    key, sample = map(int, output.request_id.split("/"))
-                    drafts[key].add(sample, *rollout_of(output.outputs[0]), version)
-                    if drafts[key].is_whole:
-                        yield drafts.pop(key).answer()
+            async for place, output, (first, last) in outputs:
+                index, sample = owners[place]
+                drafts[index].add(sample, *rollout_of(output.outputs[0]), last, first)
+                if drafts[index].is_whole:
+                    yield drafts[index].answer()
         finally:
-            if pending:
-                await on_device_thread(self._engine.abort_request, sorted(pending))
+            await outputs.aclose()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(self._score, list(token_ids))
+        await self.wake()
+        outputs = self._steps.outputs([(token_ids, _scoring_parameters())])
+        found = [output async for _, output, _ in outputs]
+        return aligned_logprobs(token_ids, found[0].prompt_logprobs)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        await on_device_thread(self._load_weights, weights, version)
+        await self.wake()
+        load = self._reload if self._policy.peft is None else self._write_and_attach
+        await on_device_thread(load, weights, version)
         self.policy_version = version
 
     async def load_folder(self, folder: Path, version: int) -> None:
+        """An adapter's folder goes to vLLM as it is."""
         expected = dict(self._policy.named_weights())
         weights = await asyncio.to_thread(read_published, folder, expected, version)
-        await self.load_weights(weights.items(), version)
+        if self._policy.peft is None:
+            await self.load_weights(weights.items(), version)
+            return
+        await self.wake()
+        await on_device_thread(self._attach, folder, version, False)
+        self.policy_version = version
+
+    async def sleep(self) -> None:
+        """Frees the GPU's memory; nothing happens while rollouts are under way."""
+        await on_device_thread(self._sleep)
+
+    async def wake(self) -> None:
+        """Takes the memory back; whatever needs it calls this first."""
+        if self._asleep:
+            await on_device_thread(self._wake)
+
+    async def join_transfer(self, init_info: dict[str, Any]) -> None:
+        """Meets a trainer in another process, for weights that travel from GPU to GPU (sync/nccl.py)."""
+        await on_device_thread(
+            self._engine.collective_rpc, "init_weight_transfer_engine", kwargs={"init_info": init_info}
+        )
+
+    async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
+        """Takes the weights that the trainer is sending now, between two steps."""
+        await on_device_thread(self._receive, update_info, version)
+        self.policy_version = version
 
     def close(self) -> None:
         """Gives the memory back."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._engine.engine_core.shutdown()
 
-    def _enqueue(self, requests: Sequence[Request], sampling: Sampling, version: int) -> None:
-        for request in requests:
-            for k, seed in enumerate(request.seeds):
-                self._add(f"{request.key}/{k}", request.token_ids, _parameters(sampling, seed), version)
+    def _sleep(self) -> None:
+        if not self._steps.is_busy and not self._asleep:
+            self._engine.sleep(level=SLEEP_LEVEL)
+            self._asleep = True
 
-    def _add(self, name: str, token_ids: Sequence[int], parameters: Any, version: int) -> None:
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(version)}
-        self._engine.add_request(name, prompt, parameters, lora_request=self._adapter)
+    def _wake(self) -> None:
+        if self._asleep:
+            torch.cuda.empty_cache()  # what the trainer has freed stays reserved for it otherwise
+            self._engine.wake_up()
+            self._asleep = False
 
-    def _score(self, token_ids: list[int]) -> list[float]:
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        self._add("score", token_ids, parameters, -1 if self.policy_version is None else self.policy_version)
-        while True:
-            for output in self._engine.step():
-                if output.request_id == "score" and output.finished:
-                    return aligned_logprobs(token_ids, output.prompt_logprobs)
-
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        if self._policy.peft is None:
+    def _reload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if self.tensor_parallel > 1:  # its workers are processes of their own and read a folder
+            folder = publish(self._folder, self._policy, weights, version)
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            remove_published(folder)
+        else:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _detached(weights)})
+        if self._policy.device.type == "cpu":
             self._engine.apply_model(_repack_tied_head)
-            self._engine.reset_prefix_cache()
-            return
+        self._serve_full(version)
+
+    def _receive(self, update_info: dict[str, Any], version: int) -> None:
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+        self._engine.collective_rpc("finish_weight_update")
+        self._serve_full(version)
+
+    def _serve_full(self, version: int) -> None:
+        self._loads += 1
+        self._steps.serve(Served(version, f"{version}/{self._loads}"))
+        if not self._steps.is_busy:
+            self._engine.reset_prefix_cache()  # only to make room: the salt keeps versions apart
+
+    def _write_and_attach(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        assert self._policy.peft is not None
+        folder = self._folder / f"version-{version}-{self._loads}"
+        write_adapter(folder, self._policy.peft.peft_config["default"], weights)
+        try:
+            self._attach(folder, version, True)
+        except EngineError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _attach(self, folder: Path, version: int, own_folder: bool) -> None:
+        """New requests carry this adapter; on an error they go on with the one before."""
         from vllm.lora.request import LoRARequest
 
-        folder = self._folder / f"version-{version}"
-        write_adapter(folder, self._policy.peft.peft_config["default"], weights)
-        adapter = LoRARequest(f"version-{version}", version + 1, str(folder))
-        previous, self._adapter = self._adapter, adapter
-        if not self._engine.add_lora(adapter):
+        self._loads += 1
+        # In place: a version that comes a second time brings weights of its own.
+        adapter = LoRARequest(folder.name, version + 1, str(folder), load_inplace=True)
+        try:
+            taken = self._engine.add_lora(adapter)
+        except Exception as error:
+            raise EngineError(f"vLLM did not take the adapter of policy version {version}: {error}") from error
+        if not taken:
             raise EngineError(f"vLLM did not take the adapter of policy version {version}")
-        if previous is not None and previous.lora_int_id != adapter.lora_int_id:
-            self._engine.remove_lora(previous.lora_int_id)
-            shutil.rmtree(previous.lora_path, ignore_errors=True)
+        served = LoRARequest(folder.name, version + 1, str(folder))
+        self._steps.serve(Served(version, f"{version}/{self._loads}", served, own_folder))
 
 
 def rollout_of(output: Any) -> tuple[list[int], list[float], FinishReason]:
@@ -173,6 +238,25 @@ def aligned_logprobs(token_ids: Sequence[int], found: Any) -> list[float]:
     return [float(each[i].logprob) for i, each in zip(token_ids[1:], found[1:], strict=True)]
 
 
+def _check_device(
+    policy: Policy, snapshot: bool, memory_share: float | None, tensor_parallel: int, sleep: bool
+) -> None:
+    """Options that this machine or this schedule cannot honour."""
+    on_cpu = policy.device.type == "cpu"
+    if memory_share is not None and on_cpu:
+        raise InputError("engine.memory_share has no effect on a CPU; set VLLM_CPU_KVCACHE_SPACE (in GiB) instead")
+    there = 1 if on_cpu else torch.cuda.device_count()
+    if tensor_parallel > there:
+        kind = "a CPU is one device" if on_cpu else f"{there} GPUs are here"
+        raise InputError(f"engine.tensor_parallel = {tensor_parallel}, but {kind}; give at most {there}")
+    if sleep and on_cpu:
+        raise InputError("engine.sleep has no effect on a CPU: vLLM frees only a GPU's memory; remove it")
+    if sleep and snapshot:
+        raise InputError(
+            "engine.sleep needs run.sync_every = 1: in other schedules rollouts are written while the trainer steps"
+        )
+
+
 def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor.detach()) for name, tensor in weights)
 
@@ -180,12 +264,13 @@ def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 def _repack_tied_head(model: Any) -> None:
     """On a CPU vLLM multiplies by a packed copy of the head, which its reload forgets where the head is tied."""
     head = getattr(model, "lm_head", None)
-    if head is not None and head.weight.device.type == "cpu" and hasattr(head, "quant_method"):
+    if head is not None and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
 
 
 def _parameters(sampling: Sampling, seed: int) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -197,6 +282,20 @@ def _parameters(sampling: Sampling, seed: int) -> Any:
         ignore_eos=True,  # the run says which ids end an answer
         logprobs=0,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _scoring_parameters() -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -210,7 +309,14 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
     lora: dict[str, Any] = {}
     if policy.peft is not None:
         rank = policy.peft.peft_config["default"].r
-        lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": max(8, rank)}
+        adapted = sorted({name.split(".")[-2] for name, _ in policy.named_weights()})
+        if "lm_head" in adapted:
+            raise InputError(
+                "model.lora.targets names lm_head: vLLM cannot score and sample in one step through an adapted head; "
+                "remove it, or use another engine"
+            )
+        slots = {"max_loras": ADAPTERS_IN_A_STEP, "max_cpu_loras": ADAPTERS_IN_MEMORY}
+        lora = {"enable_lora": True, "max_lora_rank": max(8, rank), "lora_target_modules": adapted, **slots}
     arguments = EngineArgs(
         model=policy.source,
         tokenizer=policy.source,

@@ -53,7 +53,7 @@ def write_adapter(folder: Path, config: Any, weights: Named) -> None:
 
 def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The tensors of a published folder, each with the shape of its namesake in `expected`."""
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     if manifest["version"] != version:
         raise WeightsError(f"{folder.name} holds version {manifest['version']}, not {version}")
     for name, described in manifest["files"].items():
@@ -98,7 +98,8 @@ def manifest_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What stands beside the folder: version, kind, and each file's length and hash."""
     try:
         manifest = json.loads(manifest_of(folder).read_text())
         if manifest["kind"] not in ("adapter", "full") or type(manifest["version"]) is not int:

@@ -105,7 +105,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     model, tokenizer = _load(str(source), settings, device)
     _refuse_larger_tokenizer(model, tokenizer, settings.name)
     check_model(model, settings.name)
-    twin = _share(model)
+    twin = twin_of(model)
     peft = None
     if is_adapter or settings.lora is not False:
         peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
@@ -188,7 +188,7 @@ def _refuse_larger_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str) 
         raise InputError(f"model.name = {name!r}: the tokenizer has {len(tokenizer)} tokens and the model {rows}")
 
 
-def _share(model: PreTrainedModel) -> PreTrainedModel:
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the layers over the same tensors: the memo tells deepcopy that they are copied already."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo).eval()

@@ -34,10 +34,10 @@ class Reports:
         self.has_started = True
         write_atomically(self._folder.settings, self._settings)
         self._folder.event("started", step=state.step)
+        self._folder.write_status("running", state.step, self._card["steps"])
         history = self._ledger.history()
         for report in self._reports:
             report.start(self._card, history)
-        self._folder.write_status("running", state.step, self._card["steps"])
 
     async def write(
         self,
@@ -47,10 +47,11 @@ class Reports:
         seconds: Mapping[str, float],
     ) -> None:
         metrics = step_metrics(state, step, result, seconds, self._max_tokens_per_batch)
-        made = StepReport(state, metrics, step.drawn, tuple(group.prompt.ordinal for group in step.kept))
+        kept = tuple(group.prompt.ordinal for group in step.kept)
+        made = StepReport(state, metrics, step.drawn, kept, result.policy_logprobs)
+        self._folder.write_status("running", state.step, self._card["steps"])
         for report in self._reports:
             report.write(made)
-        self._folder.write_status("running", state.step, self._card["steps"])
 
     def evaluated(self, made: EvalReport) -> None:
         for report in self._reports:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from podium.records import Group, RunState, StepGroups, UpdateResult
+from podium.records import Group, Queues, RunState, StepGroups, UpdateResult
 
 
 def step_metrics(
@@ -25,7 +25,7 @@ def step_metrics(
         **group_metrics("reward/kept_", kept),
         **{f"reward/{name}": value for name, value in count_metrics(groups).items()},
         **rollout_metrics("rollout", groups),
-        "rollout/tokens_per_s": tokens / max(1e-9, seconds.get("rollout", 0.0)),
+        **({"rollout/tokens_per_s": tokens / seconds["engine"]} if seconds.get("engine") else {}),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
         "rollout/retries": float(sum(group.num_retries for group in groups)),
         "rollout/dropped_groups": float(sum(not group.rollouts for group in groups)),
@@ -36,8 +36,10 @@ def step_metrics(
         **result.metrics,
         **pack_metrics(kept, result.metrics, max_tokens_per_batch),
         "version/policy": float(state.policy_version),
-        "version/lag_max": float(_largest_lag(groups, state.policy_version - result.updated)),
+        **lag_metrics(groups, state.policy_version - result.updated),
+        **queue_metrics(step.queues),
         **{f"time/{stage}_s": value for stage, value in seconds.items()},
+        **overlap_metrics(seconds),
         "time/reward_s": sum(group.scoring_s for group in groups),
         "perf/train_tokens_per_s": result.metrics.get("pack/tokens", 0.0) / max(1e-9, seconds.get("train", 0.0)),
     }
@@ -90,10 +92,28 @@ def pack_metrics(kept: Sequence[Group], trained: Mapping[str, float], max_tokens
     return {"pack/ratio": batches / rollouts, "pack/fill": trained["pack/tokens"] / (batches * max_tokens_per_batch)}
 
 
-def _largest_lag(groups: Iterable[Group], version: int) -> int:
-    """Versions between the weights that wrote the oldest rollout and those that it then trained."""
-    versions = (rollout.policy_version_min for group in groups for rollout in group.rollouts)
-    return version - min(versions, default=version)
+def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Versions between the weights that wrote a rollout's first token and those that it then trained."""
+    lags = [version - rollout.policy_version_min for group in groups for rollout in group.rollouts]
+    return {"version/lag_mean": _mean(lags), "version/lag_max": float(max(lags, default=0))}
+
+
+def queue_metrics(queues: Queues | None) -> dict[str, float]:
+    """Of the async loop alone: the strict one has nothing under way beside its step."""
+    if queues is None:
+        return {}
+    return {
+        "version/stale_resampled": float(queues.num_stale),
+        "queue/prompts_in_flight": float(queues.num_writing),
+        "queue/groups_being_scored": float(queues.num_scoring),
+        "queue/groups_scored_waiting": float(queues.num_waiting),
+    }
+
+
+def overlap_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
+    """How much of the shorter side's work was done while the other was at work too."""
+    shorter = min(seconds.get("engine", 0.0), seconds.get("train", 0.0))
+    return {"time/overlap": seconds.get("overlapped", 0.0) / shorter} if shorter > 0 else {}
 
 
 def _mean(values: Iterable[float]) -> float:

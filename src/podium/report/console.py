@@ -1,4 +1,4 @@
-"""The terminal: a progress bar and a live table while it trains, a summary at the end.
+"""The terminal: a progress bar, a live table and a rollout now and then while it trains, a summary at the end.
 
 Where the output is no terminal it prints a line a step; `json` prints one JSON object a step, `quiet` the summary
 only.
@@ -7,7 +7,8 @@ only.
 import json
 import os
 import sys
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,11 +16,12 @@ from pydantic import Field
 from rich.console import Console as RichConsole
 from rich.console import Group as Stack
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from podium.records import EvalReport, StepReport
+from podium.records import EvalReport, Group, StepReport
+from podium.report._timeline import LAPS
 
 COLUMNS = {
     "reward": "reward/mean",
@@ -34,6 +36,8 @@ COLUMNS = {
 """Heading → metric."""
 
 SHOWN_STEPS = 12
+ROLLOUT_EVERY_S = 5.0
+"""A rollout stays this long at least, so that it can be read."""
 
 
 class Console:
@@ -51,16 +55,19 @@ class Console:
         self._live: Live | None = None
         self._held_out = ""
         self._rollout = ""
+        self._rollout_until = 0.0
+        self._seconds: Counter[str] = Counter()
+        self._num_steps = 0
 
     def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
         self._steps = card["steps"]
         done = max((line["step"] for line in history), default=0)
         self._print({"event": "start", **card}, f"{card['title']}\n{card['folder']}")
         if self._mode == "live":
-            self._progress = Progress(
-                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            )
-            self._task = self._progress.add_task("train", total=self._steps, completed=done)
+            self._recent: deque[float] = deque([time.monotonic()], maxlen=SHOWN_STEPS + 1)
+            columns = (TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("{task.fields[left]}"))
+            self._task = self._progress.add_task("train", total=self._steps, completed=done, left="")
             self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._table)
             self._live.start()
 
@@ -68,10 +75,12 @@ class Console:
         step, metrics = report.state.step, report.metrics
         values = [f"{metrics[name]:.3g}" if name in metrics else "–" for name in COLUMNS.values()]
         self._rows.append([str(step), *values])
-        for first in [group for group in report.groups if group.rollouts][:1]:
-            self._rollout = f"{first.prompt.question!r} → {first.rollouts[0].text!r} scores {first.rewards[0]}"
+        self._seconds.update({stage: metrics.get(f"time/{stage}_s", 0.0) for stage in LAPS})
+        self._num_steps += 1
         if self._live is not None:
-            self._progress.update(self._task, completed=step)
+            self._recent.append(time.monotonic())
+            self._progress.update(self._task, completed=step, left=self._time_left(step))
+            self._show_rollout(step, report.groups)
         cells = "  ".join(f"{head} {value}" for head, value in zip(COLUMNS, values, strict=True))
         self._print({"event": "step", "step": step, **metrics}, f"step {step}/{self._steps}  {cells}")
 
@@ -85,7 +94,7 @@ class Console:
         if self._mode == "json":
             print(json.dumps({"event": "finish", **summary}), flush=True)
         else:
-            self._console.print(Text(summary_text(summary)))
+            self._console.print(Text(summary_text(summary, self._seconds, self._num_steps)))
 
     def fail(self) -> None:
         self._stop_live()
@@ -95,6 +104,24 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _time_left(self, step: int) -> str:
+        """From the last steps: the first ones of a run are slow, and evaluations fall between some."""
+        per_step = (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1)
+        return f"{duration(per_step * (self._steps - step))} left" if step < self._steps else ""
+
+    def _show_rollout(self, step: int, groups: Sequence[Group]) -> None:
+        """In turn the best and the worst of a step; its first rollout where none has a reward."""
+        if time.monotonic() < self._rollout_until:
+            return
+        scored = [(reward, g, i) for g, group in enumerate(groups) for i, reward in enumerate(group.rewards)
+                  if reward is not None]  # fmt: skip
+        pick = max if len(self._rows) % 2 else min
+        reward, g, i = pick(scored) if scored else (None, 0, 0)
+        self._rollout = f"step {step}: {groups[g].prompt.question!r} → {groups[g].rollouts[i].text!r} scores " + (
+            "nothing" if reward is None else f"{reward:.3g}"
+        )
+        self._rollout_until = time.monotonic() + ROLLOUT_EVERY_S
 
     def _print(self, as_json: Mapping[str, Any], text: str) -> None:
         if self._mode in ("json", "plain"):
@@ -117,8 +144,16 @@ class Console:
         )
 
 
-def summary_text(summary: Mapping[str, Any]) -> str:
-    """What a person wants to know when a run ends."""
+def duration(seconds: float) -> str:
+    """85 s, 12 min, 3 h 20 min"""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None = None, num_steps: int = 0) -> str:
+    """What a person wants to know when a run ends; `seconds` are those of each stage over `num_steps` steps."""
     lines = [f"{summary['state']}: step {summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"]
     if summary["message"]:
         lines.append(f"ended early: {summary['message']}")
@@ -134,11 +169,16 @@ def summary_text(summary: Mapping[str, Any]) -> str:
         lines.append(f"prompts that the engine failed at and that were left out: {summary['dropped_groups']}")
     if summary["restarts"]:
         lines.append(f"taken up again: {summary['restarts']} times")
+    if total := sum((seconds or {}).values()):
+        shares = sorted((seconds or {}).items(), key=lambda pair: -pair[1])[:3]
+        parts = ", ".join(f"{stage} {value / total:.0%}" for stage, value in shares if value > 0.005 * total)
+        lines.append(f"a step took {total / num_steps:.3g} s: {parts}")
     lines.append(f"run folder: {summary['folder']}")
     if summary["page"]:
-        lines.append(f"page: {summary['page']}")
+        lines.append(f"page: {summary['page']} (live: podium report {summary['folder']})")
     if summary["model"]:
         lines.append(f"trained model: {summary['model']}")
+        lines.append(f"take it away: podium export {summary['folder']} OUT (--merge for plain weights)")
     else:
         lines.append(f"go on with: podium resume {summary['folder']}")
     return "\n".join(lines)

@@ -1,15 +1,19 @@
-"""metrics.jsonl and rollouts/: the run's own record, always written; every other report can be made again from it."""
+"""metrics.jsonl, rollouts/ and tokens.jsonl: the run's own record, always written; the page is made from it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podium.ledger import Ledger
-from podium.records import EvalReport, StepReport
+from podium.records import EvalReport, Group, StepReport
+from podium.report._pieces import Pieces
 
 
 class Jsonl:
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    """Without `pieces` the texts of single tokens are not kept."""
+
+    def __init__(self, ledger: Ledger, pieces: Pieces | None = None) -> None:
+        self._ledger, self._pieces = ledger, pieces
 
     def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
         """The ledger was rewound by the checkpoint."""
@@ -17,6 +21,8 @@ class Jsonl:
     def write(self, report: StepReport) -> None:
         self._ledger.add_line({"step": report.state.step, **_rounded(report.metrics)})
         self._ledger.add_rollouts(report.state.step, list(rollout_lines(report)))
+        if self._pieces is not None:
+            self._pieces.add(i for group in report.groups for rollout in group.rollouts for i in rollout.token_ids)
 
     def evaluated(self, report: EvalReport) -> None:
         line = {
@@ -44,6 +50,7 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "seed": rollout.seed,
                 "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
                 "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
+                "source": group.prompt.source,
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
                 "text": rollout.text,
@@ -54,7 +61,19 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "finish_reason": rollout.finish_reason,
                 "token_ids": list(rollout.token_ids),
                 "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
+                **_logprob_gaps(report, group, index),
             }
+
+
+def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, list[float]]:
+    """The trainer's logprob of each token minus the sampler's, where the rollout was trained and all are finite. Five
+    digits are enough to see a gap, and most are 0.0 (+ 0.0 turns −0.0 into it)."""
+    rollout = group.rollouts[index]
+    policy = report.policy_logprobs.get((group.prompt.ordinal, rollout.digest))
+    if policy is None or group.rewards[index] is None or not all(map(math.isfinite, policy)):
+        return {}
+    pairs = zip(policy, rollout.rollout_logprobs, strict=True)
+    return {"logprob_gaps": [round(trained - sampled, 5) + 0.0 for trained, sampled in pairs]}
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -22,16 +22,14 @@ from podium.model.load import Policy, choose_device
 from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
-from podium.report.jsonl import Jsonl
 from podium.reward._classes import bound_reward
 from podium.reward._combine import NamedReward
 from podium.reward._contract import declared_range
 from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
-from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
 from podium.runtime._watch import Watch
-from podium.sections import Choice, CorrectionSection, DataSource, Reward
+from podium.sections import CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.trainer._optimizer import check_optimizer
@@ -303,39 +301,3 @@ def eval_options(settings: Settings) -> dict[str, Any]:
     """The rollout's options with `[eval]`'s sampling."""
     own = {"temperature": settings.eval.temperature, "top_k": settings.eval.top_k, "top_p": settings.eval.top_p}
     return settings.rollout.options | own
-
-
-def build_reports(settings: Settings, folder: RunFolder, ledger: Ledger, console_mode: str | None) -> list[Any]:
-    """`jsonl` always, then the settings'; `console_mode` is for this process only and is not saved with the run.
-
-    A report whose first argument is called `folder` is handed the run folder.
-    """
-    given = list(settings.report)
-    if any(choice.name == "jsonl" for choice in given):
-        raise InputError("report 'jsonl' has no effect: it is always written; remove its table")
-    if console_mode is not None:
-        console = Choice.model_validate({"name": "console", "mode": console_mode})
-        given = [console, *(choice for choice in given if choice.name != "console")]
-    made: list[Any] = [Jsonl(ledger)]
-    for choice in given:
-        make = find("report", choice.name)
-        wants_folder = "folder" in inspect.signature(make).parameters
-        made.append(make(*([folder] if wants_folder else []), **choice.options))
-    return made
-
-
-def run_card(settings: Settings, folder: RunFolder, plan: Plan) -> dict[str, Any]:
-    """What reports say of a run as a whole."""
-    lora = settings.model.lora
-    trainer = settings.trainer.options
-    facts = {
-        "model": settings.model.name,
-        "weights": f"LoRA r {lora.r}" if lora else "full",
-        "loss": settings.loss.name,
-        "prompts/step": plan.prompts_per_step,
-        "rollouts/prompt": plan.rollouts_per_prompt,
-        "lr": trainer.get("lr"),
-        "seed": settings.run.seed,
-    }
-    title = f"{settings.run.name}: {settings.loss.name} on {settings.model.name}"
-    return {"title": title, "folder": str(folder.path), "steps": plan.steps, "facts": facts}

@@ -1,14 +1,19 @@
 """From settings to an engine, what asks it and what feeds it."""
 
+import inspect
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
+from podium.records import Batch, UpdateResult
 from podium.run_folder import RunFolder
 from podium.settings import Settings
 from podium.stages import Engine
@@ -17,8 +22,19 @@ from podium.sync._probe import TOLERANCE
 
 
 def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
-    """`snapshot`: the engine keeps its weights while the trainer moves on."""
-    return find("engine", settings.engine.name)(policy, snapshot, **settings.engine.options)
+    """`snapshot`: the engine keeps its weights while the trainer moves on.
+
+    An engine with an argument called `compute_dtype` is handed that of the trainer's matrix products.
+    """
+    make = find("engine", settings.engine.name)
+    wiring: tuple[Any, ...] = (policy, snapshot)
+    if "compute_dtype" in inspect.signature(make).parameters:
+        precision = settings.trainer.options.get("precision", "float32")
+        wiring += (None if precision == "float32" else getattr(torch, precision),)
+    engine = make(*wiring, **settings.engine.options)
+    if hasattr(engine, "in_flight"):
+        engine.in_flight = settings.run.in_flight
+    return engine
 
 
 def make_rollout(
@@ -37,6 +53,23 @@ def make_sync(
     probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
     delivery = Delivery(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
     return find("sync", settings.sync.name)(delivery, **settings.sync.options)
+
+
+class TrainsAlone:
+    """A trainer whose engine sleeps while it steps (`engine.sleep`). Everything but `step` is the trainer's own."""
+
+    def __init__(self, trainer: Any, engine: Any) -> None:
+        self._trainer, self._engine = trainer, engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        await self._engine.sleep()
+        try:
+            return await self._trainer.step(batches)
+        finally:
+            await self._engine.wake()
 
 
 async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:

@@ -21,9 +21,8 @@ class LoggedRollout:
         self._folder.event("sampling", ordinals=[prompt.ordinal for prompt in prompts])
         async for group in self._rollout.start(prompts):
             if group.rollouts:
-                oldest = min(rollout.policy_version_min for rollout in group.rollouts)
                 newest = max(rollout.policy_version_max for rollout in group.rollouts)
-                self._folder.event("group", ordinal=group.prompt.ordinal, policy_version=[oldest, newest])
+                self._folder.event("group", ordinal=group.prompt.ordinal, policy_version=[group.oldest_version, newest])
             else:
                 self._folder.event("dropped_group", ordinal=group.prompt.ordinal, retries=group.num_retries)
             yield group

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from podium.engine._decode_step import Capacity
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
@@ -62,7 +63,8 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     every = list(policy.model.named_parameters())
     weights = sum(p.numel() * p.element_size() for _, p in every)
     trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
-    longest = longest_prompt + settings.rollout.options.get("max_new_tokens", 0)
+    longest_answer = settings.rollout.options.get("max_new_tokens", 0)
+    longest = longest_prompt + longest_answer
     held: dict[str, Any] = {
         "device": device_bytes(policy.device),
         "weights": weights,
@@ -70,7 +72,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
-        "cache": _cache(settings, policy, longest),
+        "cache": _cache(settings, policy, longest_prompt, longest_answer),
         "logits": 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type],
         "longest_document": longest,
     }
@@ -101,30 +103,54 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if settings.engine.options.get("sleep"):
+        return 0  # it gives its memory back while batches are trained
     if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
+    if compute_dtype := _half_on_cuda(settings, policy):
+        half = sum(p.numel() for p in policy.twin.parameters()) * compute_dtype.itemsize
+        return half if policy.peft is not None or settings.run.sync_every == 1 else trained
     if policy.peft is None:
-        return 0 if settings.run.sync_every == 1 else trained
+        return trained if settings.plan.needs_snapshot else 0
     if policy.model.dtype != torch.float32:
         return 0  # it samples through the adapter's own layers
     adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
     return sum(p.numel() * p.element_size() for p in adapted)
 
 
-def _cache(settings: Settings, policy: Policy, longest: int) -> int:
+def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:
+    """The precision in which the in-process engine samples where it is not the weights'."""
+    precision = settings.trainer.options.get("precision", "float32")
+    is_half = policy.device.type == "cuda" and policy.model.dtype == torch.float32 and precision != "float32"
+    return getattr(torch, precision) if is_half else None
+
+
+def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answer: int) -> int:
     """Keys and values of all rollouts that are written at the same time."""
     if settings.engine.name.startswith("vllm") and policy.device.type == "cuda":
         return 0  # within its share
     config: Any = policy.model.config
+    if policy.device.type == "cuda":  # a group shares its prompt's
+        dtype = _half_on_cuda(settings, policy) or policy.model.dtype
+        capacity = Capacity.fitting(
+            config,
+            dtype,
+            device_bytes(policy.device),
+            rollouts=settings.plan.prompts_per_window * settings.run.rollouts_per_prompt,
+            group=settings.run.rollouts_per_prompt,
+            concurrency=num_slots(settings),
+            longest=(longest_prompt, max(1, longest_answer)),
+        )
+        return capacity.cache_bytes(config, dtype)
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * policy.model.dtype.itemsize
-    return per_token * num_slots(settings) * longest
+    return per_token * num_slots(settings) * (longest_prompt + longest_answer)
 
 
 def num_slots(settings: Settings) -> int:
     """Rollouts that the in-process engine writes at the same time."""
-    rollouts = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    rollouts = settings.plan.prompts_ahead * settings.run.rollouts_per_prompt
     return min(settings.engine.options.get("concurrency", rollouts), rollouts)

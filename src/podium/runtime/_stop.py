@@ -11,14 +11,19 @@ from dataclasses import replace
 from typing import Any, cast
 
 from podium.errors import RunStopped
-from podium.records import Batch, Group, Prompt, RunState, UpdateResult
+from podium.records import Batch, Group, Plan, Prompt, RunState, UpdateResult
 from podium.stages import Stages
 
 POLL_S = 0.1
 
 
-def stoppable(stages: Stages) -> Stages:
-    """The same stages; sampling ends with `RunStopped` once a stop is asked for, if the window has not trained yet."""
+def stoppable(stages: Stages, plan: Plan) -> Stages:
+    """The same stages; sampling ends with `RunStopped` once a stop is asked for, if the window has not trained yet.
+
+    The async loop needs none of it: it looks for signals while it waits.
+    """
+    if plan.max_lag:
+        return stages
     window = Window()
     return replace(
         stages,

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.model.load import load_policy
+from podium.report._card import run_card
 from podium.report._fanout import Reports
+from podium.report._pieces import Pieces, piece_decoder
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -15,7 +17,6 @@ from podium.runtime._build import (
     build_data,
     build_filter,
     build_pack,
-    build_reports,
     build_scoring,
     check_retirement,
     check_rewards,
@@ -23,14 +24,14 @@ from podium.runtime._build import (
     eval_options,
     make_trainer,
     read_sources,
-    run_card,
 )
-from podium.runtime._engine import make_engine, make_rollout, make_sync
+from podium.runtime._engine import TrainsAlone, make_engine, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._keep import build_checkpoint, check_space, check_start
 from podium.runtime._memory import memory_plan
+from podium.runtime._reports import build_reports, check_reports
 from podium.runtime._stop import stoppable
-from podium.runtime._watch import Watch, WatchedRollout, watched
+from podium.runtime._watch import Watch, watched
 from podium.settings import Settings
 from podium.stages import Stages, Trainer
 
@@ -46,6 +47,7 @@ def local(
     check_rewards(settings)
     check_trainer(settings)
     check_start(settings)
+    check_reports(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, rows, policy, settings.plan)
@@ -53,13 +55,15 @@ def local(
     held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
-    engine = make_engine(settings, policy, snapshot=plan.sync_every != 1)
+    engine = make_engine(settings, policy, snapshot=plan.needs_snapshot)
     memory = memory_plan(settings, policy, max(data.lengths))
     check_space(settings, folder, memory)
     trainer = make_trainer(settings, policy, plan, memory)
+    stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
-    every_report = build_reports(settings, folder, ledger, console_mode)
-    card = run_card(settings, folder, plan)
+    pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
+    every_report = build_reports(settings, folder, ledger, console_mode, pieces)
+    card = run_card(settings.to_dict(), folder.path, plan.steps)
     reports = Reports(every_report, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
     stages = Stages(
         data=data,
@@ -70,20 +74,20 @@ def local(
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=build_pack(settings, memory),
-        trainer=cast(Trainer, LoggedTrainer(trainer, folder)),
+        trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=build_checkpoint(settings, folder, policy, trainer, ledger, data, step),
         report=reports,
         evaluation=HeldOut(
-            WatchedRollout(
-                make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"), watch
-            ),
+            make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
             scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
             lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
+            watch.at,
         ),
         stop_requested=stop_requested,
+        event=folder.event,
     )
-    return Wired(stoppable(watched(stages, watch)), engine, plan, reports, ledger, watch)
+    return Wired(stoppable(watched(stages, watch), plan), engine, plan, reports, ledger, watch)

@@ -94,6 +94,25 @@ def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Placed], los
     return totals
 
 
+def logprobs_by_rollout(passes: Sequence[tuple[Batch, torch.Tensor]]) -> dict[tuple[int, str], list[float]]:
+    """Batches and their logprobs `[T]` in; those of each rollout's own tokens out, by ordinal and digest.
+
+    One transfer for all. The first pass over a rollout counts.
+    """
+    if not passes:
+        return {}
+    flat = torch.cat([logprobs for _, logprobs in passes]).tolist()
+    found: dict[tuple[int, str], list[float]] = {}
+    offset = 0
+    for batch, logprobs in passes:
+        starts = batch.cu_seqlens.tolist()
+        for number, key in enumerate(zip(batch.ordinals, batch.digests, strict=True)):
+            first = starts[number] + batch.answer_starts[number]
+            found.setdefault(key, flat[offset + first : offset + starts[number + 1]])
+        offset += len(logprobs)
+    return found
+
+
 def _metrics(totals: dict[str, torch.Tensor]) -> dict[str, float]:
     """Of the step, over all ranks."""
     summed = sum_over_ranks(torch.stack(list(totals.values())))

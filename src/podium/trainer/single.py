@@ -27,7 +27,7 @@ from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_
 from podium.trainer._ranks import sum_over_ranks, together
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
-from podium.trainer._step import gradients_of_update, halved
+from podium.trainer._step import gradients_of_update, halved, logprobs_by_rollout
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -135,7 +135,10 @@ class Single:
         self._optimizer.param_groups[0]["lr"] = lr
         prepared = self._prepare(batches)
         parts = [list(part) for _, part in groupby(prepared, key=lambda placed: placed.batch.minibatch)]
-        updates = [self._update(part) for _ in range(self._epochs) for part in parts]
+        first_passes: list[tuple[Batch, torch.Tensor]] = []
+        updates = [
+            self._update(part, first_passes if epoch == 0 else []) for epoch in range(self._epochs) for part in parts
+        ]
         is_updated = any(not update["optim/skipped"] for update in updates)
         self._num_steps += is_updated
         if is_updated and self._reference:
@@ -149,6 +152,7 @@ class Single:
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
                 **self._pack_metrics(prepared),
             },
+            policy_logprobs=logprobs_by_rollout(first_passes),
         )
 
     def _pack_metrics(self, prepared: Sequence[Placed]) -> dict[str, float]:
@@ -181,10 +185,12 @@ class Single:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
         placed = []
+        takes_snapshot = self._has_several_updates and self._loss.takes_snapshot
         for batch in batches:
-            parts = [self._place(part) for part in halved(batch, self._halvings)]
+            is_looked_at = takes_snapshot or self._reference is not None
+            parts = [self._place(part) for part in halved(batch, self._halvings)] if is_looked_at else []
             frozen: dict[str, torch.Tensor] = {}
-            if self._has_several_updates and self._loss.takes_snapshot:
+            if takes_snapshot:
                 frozen["old_logprobs"] = torch.cat([self._snapshot(part) for part in parts])
             if self._reference:
                 frozen["reference_logprobs"] = torch.cat([self._reference.logprobs(part) for part in parts])
@@ -199,11 +205,18 @@ class Single:
         """The policy's logprobs as they are now, `[T]`."""
         return self._logprobs(placed)[0]
 
-    def _update(self, batches: Sequence[Placed]) -> dict[str, float]:
-        """One optimizer step; a gradient that is not finite makes none."""
+    def _update(self, batches: Sequence[Placed], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+        """One optimizer step; a gradient that is not finite makes none. `passes` takes what the policy's passes saw."""
+
+        def logprobs_of(placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs, entropies = self._logprobs(placed)
+            if len(placed.row.loss_places):  # a spare batch has none
+                passes.append((placed.batch, logprobs.detach()))
+            return logprobs, entropies
+
         self._model.train()
         metrics, self._halvings = gradients_of_update(
-            self._logprobs, self._place, self._model, batches, self._loss, self._halvings
+            logprobs_of, self._place, self._model, batches, self._loss, self._halvings
         )
         self._model.eval()
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))

@@ -1,0 +1,104 @@
+"""Tokens a second by engine, concurrency and length of answers.
+
+    rollout.py                                              the embedded model on this CPU
+    rollout.py --model smollm2-135m --device cuda --concurrency 64 256 512 --length 64 256
+
+As many rollouts as `--concurrency` says are asked for at once, in groups of 8, and none stops before its length. The
+rate counts written tokens, from the call to the last answer, prompts included in the time; the best of `--rounds`.
+Rows are merged into results/rollout_DEVICE.json.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from typing import Any
+
+from _engines import MODELS, a_policy, device_name, engines_here, run_cases, show, store, versions
+
+GROUP, PROMPT = 8, 32
+KEYS = ("engine", "model", "device", "lora", "concurrency", "length")
+
+
+def case_rows(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every concurrency and length with one engine."""
+    from podium.lookup import find
+
+    policy = a_policy(case["model"], case["device"], case["lora"])
+    most = max(case["concurrency"])
+    options: dict[str, Any] = {"concurrency": most}
+    if case["engine"] == "vllm_local":
+        options |= {"max_context_tokens": PROMPT + max(case["length"]) + 1, "eager": case["device"] == "cpu"}
+    started = time.perf_counter()
+    engine = find("engine", case["engine"])(policy, **options)
+    start_s = time.perf_counter() - started
+    try:
+        return asyncio.run(measure(engine, policy, case, start_s))
+    finally:
+        engine.close()
+
+
+async def measure(engine: Any, policy: Any, case: dict[str, Any], start_s: float) -> list[dict[str, Any]]:
+    await engine.load_weights(policy.named_weights(), 0)
+    await seconds(engine, policy, min(case["concurrency"]), 8)
+    rows = []
+    for length in case["length"]:
+        for concurrency in case["concurrency"]:
+            taken = min([await seconds(engine, policy, concurrency, length) for _ in range(case["rounds"])])
+            rows.append(
+                {
+                    "engine": case["engine"],
+                    "model": case["model"],
+                    "device": device_name(case["device"]),
+                    "lora": case["lora"],
+                    "concurrency": concurrency,
+                    "length": length,
+                    "tokens_per_s": round(concurrency * length / taken),
+                    "seconds": round(taken, 3),
+                    "engine_start_s": round(start_s, 1),
+                    **versions(),
+                }
+            )
+    return rows
+
+
+async def seconds(engine: Any, policy: Any, rollouts: int, length: int) -> float:
+    from podium.records import Request, Sampling
+
+    groups = -(-rollouts // GROUP)
+    asked = []
+    for key in range(groups):
+        prompt = tuple((key * 31 + place * 7) % (policy.vocabulary - 3) + 3 for place in range(PROMPT))
+        count = min(GROUP, rollouts - key * GROUP)
+        asked.append(Request(key, prompt, tuple(range(key * GROUP, key * GROUP + count))))
+    started = time.perf_counter()
+    written = 0
+    async for answer in engine.generate(asked, Sampling(max_new_tokens=length)):
+        written += sum(len(ids) for ids in answer.token_ids)
+    assert written == rollouts * length
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--case", help=argparse.SUPPRESS)
+    arguments.add_argument("--model", choices=MODELS, default="embedded")
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments.add_argument("--engines", nargs="+", default=engines_here())
+    arguments.add_argument("--weights", nargs="+", choices=["lora", "full"], default=["lora", "full"])
+    arguments.add_argument("--concurrency", nargs="+", type=int, default=[16, 64, 256])
+    arguments.add_argument("--length", nargs="+", type=int, default=[24, 96])
+    arguments.add_argument("--rounds", type=int, default=2)
+    options = arguments.parse_args()
+    if options.case is not None:
+        print(json.dumps(case_rows(json.loads(options.case))))
+        return
+    shared = {name: getattr(options, name) for name in ("model", "device", "concurrency", "length", "rounds")}
+    cases = [{**shared, "engine": e, "lora": w == "lora"} for e in options.engines for w in options.weights]
+    rows = run_cases(__file__, cases)
+    show(rows, ("engine", "model", "lora", "concurrency", "length", "tokens_per_s", "seconds", "engine_start_s"))
+    print(store("rollout", options.device, rows, KEYS))
+
+
+if __name__ == "__main__":
+    main()

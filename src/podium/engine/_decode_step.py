@@ -1,0 +1,260 @@
+"""The decode step of the CUDA engine: one token more for each row of a batch, all of it on the device.
+
+The tokens drawn last go through a twin of the model whose attention reads the slots' cache; the next ones are drawn and
+recorded. On CUDA the layers are compiled and the step is captured as a CUDA graph for each batch size of the ladder, so
+the host only says "again"; elsewhere it runs as it is written. Nothing in a step depends on a value the host would
+have to wait for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from podium.engine._decode_attention import CACHES, NAME, DecodeRows
+from podium.engine._joined import join_products
+from podium.engine._roster import ladder
+from podium.engine._sampling import draw, draw_by_block, draw_likeliest
+from podium.model.forward import head_weight, softcap
+from podium.model.fused import fused_on_cuda
+from podium.model.load import twin_of
+from podium.model.logprobs import logits_of
+from podium.records import Sampling
+
+CACHE_SHARE = 0.3
+"""Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
+COLUMN_STEP = 64
+"""Room for tokens is made in steps, so that calls of about the same length use the same captured steps."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What there is room for at the same time."""
+
+    slots: int
+    columns: int
+    """Longest answer."""
+    prompts: int
+    prompt_columns: int
+    """Longest prompt."""
+
+    @classmethod
+    def fitting(
+        cls,
+        config: Any,
+        dtype: torch.dtype,
+        device_bytes: float,
+        *,
+        rollouts: int,
+        group: int,
+        concurrency: int,
+        longest: tuple[int, int],
+    ) -> Capacity:
+        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer."""
+        prompt_columns, columns = (-(-tokens // COLUMN_STEP) * COLUMN_STEP for tokens in longest)
+        made = []
+        for slots in ladder(min(rollouts, concurrency)):
+            prompts = min(-(-rollouts // group), 2 * -(-slots // group))  # twice: stragglers hold on to theirs
+            made.append(cls(slots, columns, max(2, prompts), prompt_columns))
+        budget = CACHE_SHARE * device_bytes
+        return next((each for each in reversed(made) if each.cache_bytes(config, dtype) <= budget), made[0])
+
+    def with_room_for(self, other: Capacity) -> Capacity:
+        mine, theirs = vars(self), vars(other)
+        return Capacity(**{name: max(mine[name], theirs[name]) for name in mine})
+
+    def cache_bytes(self, config: Any, dtype: torch.dtype) -> int:
+        """Of keys and values, and of the logits of a step, twice: as they are and as they are drawn from."""
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        tokens = (self.slots + 1) * self.columns + self.prompts * self.prompt_columns
+        logits = 2 * 4 * self.slots * config.vocab_size
+        return tokens * 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize + logits
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """One row a slot; the last one is a spare slot, for rows of a batch that nobody needs."""
+
+    seed: torch.Tensor
+    """int64"""
+    drawn: torch.Tensor
+    """int64, tokens of the answer so far; all but the last have gone through the model."""
+    finished: torch.Tensor
+    """bool"""
+    prompt: torch.Tensor
+    """int64, place of the prompt."""
+    prompt_length: torch.Tensor
+    """int64"""
+    ids: torch.Tensor
+    """int64 `[slots, columns]`, the answer; valid up to `drawn`."""
+    logprobs: torch.Tensor
+    """float32 `[slots, columns]`"""
+
+    @classmethod
+    def empty(cls, capacity: Capacity, device: torch.device) -> SlotState:
+        """All finished with one token drawn, so that any row can go through a step and change nothing."""
+        rows, columns = capacity.slots + 1, capacity.columns
+        numbers = {"seed": 0, "drawn": 1, "prompt": 0, "prompt_length": 1}
+        return cls(
+            **{name: torch.full((rows,), value, device=device) for name, value in numbers.items()},
+            finished=torch.ones(rows, dtype=torch.bool, device=device),
+            ids=torch.zeros(rows, columns, dtype=torch.long, device=device),
+            logprobs=torch.zeros(rows, columns, device=device),
+        )
+
+
+class DecodeStep:
+    """The twin of a model with room for `capacity`, and the steps captured so far."""
+
+    def __init__(self, model: PreTrainedModel, capacity: Capacity, compute_dtype: torch.dtype | None) -> None:
+        self.capacity, self.compute_dtype = capacity, compute_dtype or model.dtype
+        self._device = head_weight(model).device
+        self._is_autocast = compute_dtype is not None
+        self._model = twin_of(model)
+        join_products(self._model)
+        self._model.set_attn_implementation(NAME)
+        self.layers = attention_modules(self._model)
+        self._add_caches()
+        self.state = SlotState.empty(capacity, self._device)
+        self.prompt_states = torch.zeros(
+            capacity.prompts, self._model.config.hidden_size, dtype=self.compute_dtype, device=self._device
+        )
+        """The hidden state at each prompt's last token, from which first tokens are drawn."""
+        self.rows = torch.full((ladder(capacity.slots)[-1],), capacity.slots, device=self._device)
+        """The slots of the batch; a step of size n looks at the first n."""
+        self._limit = torch.ones((), dtype=torch.long, device=self._device)
+        self._temperature = torch.ones((), device=self._device)
+        self._head = torch.empty_like(head_weight(model), dtype=self.compute_dtype, requires_grad=False)
+        self._stop_ids: dict[tuple[int, ...], torch.Tensor] = {}
+        self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        if self._device.type == "cuda":
+            _compile_layers(self._model)
+
+    def _add_caches(self) -> None:
+        """Keys and values of slots and prompts, on the modules that use them."""
+        size = self.capacity
+        for module in self.layers:
+            heads, head_dim = module.k_proj.out_features // module.head_dim, module.head_dim
+            shapes = {"slot": (size.slots + 1, size.columns), "prompt": (size.prompts, size.prompt_columns)}
+            for name in CACHES:
+                shape = (*shapes[name.partition("_")[0]], heads, head_dim)
+                module.register_buffer(
+                    name, torch.zeros(shape, dtype=self.compute_dtype, device=self._device), persistent=False
+                )
+
+    def begin(self, sampling: Sampling) -> Sampling:
+        """Takes over what a call asks for; returns what captured steps depend on."""
+        self._limit.fill_(sampling.max_new_tokens)
+        self._temperature.fill_(sampling.temperature or 1.0)
+        self.take_head()
+        if sampling.stop_ids not in self._stop_ids:  # kept: captured steps read it
+            self._stop_ids[sampling.stop_ids] = torch.tensor(sampling.stop_ids or (-1,), device=self._device)
+        is_plain = sampling.top_k is None and sampling.top_p is None and sampling.temperature > 0
+        return Sampling(0, 1.0 if is_plain else sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop_ids)
+
+    def take_head(self) -> None:
+        """The LM head's weights as they are now, in the step's precision."""
+        self._head.copy_(head_weight(self._model))
+
+    def run(self, size: int, sampling: Sampling) -> None:
+        """One token more for the first `size` rows."""
+        if self._device.type != "cuda":
+            self._step(size, sampling)
+            return
+        if (size, sampling) not in self._graphs:
+            self._graphs[size, sampling] = self._capture(size, sampling)
+        self._graphs[size, sampling].replay()
+
+    def draw_first(self, slots: torch.Tensor, sampling: Sampling) -> None:
+        """The first token of each of these slots, whose prompts have been computed."""
+        logits = self._logits(self.prompt_states[self.state.prompt[slots]])
+        self._draw_and_record(logits, slots, sampling, is_compiled=False)
+
+    def _capture(self, size: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """With spare rows: a captured step leaves every slot as it was."""
+        kept = self.rows.clone()
+        self.rows.fill_(self.capacity.slots)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles what is not compiled yet
+                self._step(size, sampling)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(size, sampling)
+        self._pool = graph.pool()  # steps run one after the other, so they share their memory
+        self.rows.copy_(kept)
+        return graph
+
+    def _step(self, size: int, sampling: Sampling) -> None:
+        rows, state = self.rows[:size], self.state
+        lengths = state.drawn[rows] - 1
+        where = DecodeRows(rows, lengths, state.prompt[rows], state.prompt_length[rows])
+        with torch.autocast(self._device.type, dtype=self.compute_dtype, enabled=self._is_autocast):
+            hidden = self._model.get_decoder()(
+                input_ids=state.ids[rows, lengths][:, None],
+                position_ids=(where.prompt_lengths + lengths)[:, None],
+                attention_mask=None,
+                use_cache=False,
+                decode=where,
+            ).last_hidden_state[:, -1]
+        self._draw_and_record(self._logits(hidden), rows, sampling, is_compiled=True)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_of(hidden.to(self.compute_dtype), self._head, softcap(self._model))
+
+    def _draw_and_record(
+        self, logits: torch.Tensor, slots: torch.Tensor, sampling: Sampling, *, is_compiled: bool
+    ) -> None:
+        seeds, indices = self.state.seed[slots], self.state.drawn[slots]
+        if sampling.temperature == 0:
+            ids, logprobs = (_fused_likeliest if is_compiled else draw_likeliest)(logits)
+        elif sampling.top_k is None and sampling.top_p is None:
+            by_block = _fused_by_block if is_compiled else draw_by_block
+            ids, logprobs = by_block(logits, seeds, indices, self._temperature)
+        else:
+            ids, logprobs = draw(logits, seeds, indices, sampling)
+        stop_ids = self._stop_ids[sampling.stop_ids]
+        (_fused_record if is_compiled else record)(ids, logprobs, stop_ids, slots, self._limit, *_written(self.state))
+
+
+def record(ids, logprobs, stop_ids, slots, limit, drawn, finished, all_ids, all_logprobs) -> None:
+    """Adds the drawn tokens to the answers that have not ended, and ends those that stop or are full."""
+    was_finished, count = finished[slots], drawn[slots]
+    place = count - was_finished.long()  # an answer that has ended gets its last token again
+    all_ids[slots, place] = torch.where(was_finished, all_ids[slots, place], ids)
+    all_logprobs[slots, place] = torch.where(was_finished, all_logprobs[slots, place], logprobs)
+    drawn[slots] = place + 1
+    finished[slots] = was_finished | (ids[:, None] == stop_ids).any(-1) | (place + 1 >= limit)
+
+
+_fused_record = fused_on_cuda(record)
+_fused_by_block = fused_on_cuda(draw_by_block)
+_fused_likeliest = fused_on_cuda(draw_likeliest)
+
+
+def _written(state: SlotState) -> tuple[torch.Tensor, ...]:
+    return state.drawn, state.finished, state.ids, state.logprobs
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    """Of the decoder, in the order of its layers."""
+    found = [module for module in model.get_decoder().modules() if hasattr(module, "k_proj")]
+    return sorted(found, key=lambda module: module.layer_idx)  # type: ignore[arg-type,return-value]
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Each by itself, all with the same code; the trainer compiles the same classes, so more forms are allowed."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
+    for layers in model.get_decoder().children():
+        if isinstance(layers, torch.nn.ModuleList):
+            for layer in layers:
+                layer.compile(dynamic=True)

@@ -1,0 +1,106 @@
+"""The CUDA kernel of decode attention (flash decoding): a program a row and key head, keys read once, up to their end.
+
+All query heads of a key head are one matrix, so grouped queries read the cache once. The softmax is accumulated block
+by block in float32, first over the group's shared prompt, then over the row's own slot.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+LEAST_ROWS = 16
+"""Of a matrix product in Triton; fewer query heads are padded."""
+BLOCK = 64
+"""Keys that a program takes at a time."""
+
+
+@triton.jit
+def _take_keys(
+    total, normaliser, top, query, keys, values, begin, end, dims, scaling,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of columns [begin, end) to a softmax under way (its total, normaliser and largest score)."""
+    for first in range((begin // BLOCK) * BLOCK, end, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        is_there = (columns >= begin) & (columns < end)
+        offsets = columns[:, None] * STRIDE + dims[None, :]
+        mask = is_there[:, None] & (dims < DIM)[None, :]
+        block = tl.load(keys + offsets, mask=mask, other=0.0)
+        scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scaling
+        scores = tl.where(is_there[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        block = tl.load(values + offsets, mask=mask, other=0.0)
+        normaliser = normaliser * shrink + tl.sum(weights, 1)
+        total = total * shrink[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
+        top = higher
+    return total, normaliser, top
+
+
+@triton.jit
+def _flash_decode(
+    query, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
+    slot_stride, prompt_stride, scaling, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot, length = tl.load(slots + row), tl.load(lengths + row).to(tl.int32)
+    prompt, prompt_length = tl.load(prompts + row), tl.load(prompt_lengths + row).to(tl.int32)
+    heads, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    places = (row * HEADS * GROUP + head * GROUP + heads)[:, None] * DIM + dims[None, :]
+    mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
+    block = tl.load(query + places, mask=mask, other=0.0)
+    scaling *= 1.4426950408889634  # powers of 2 below, not of e
+    total = tl.zeros([ROWS, DIMS], tl.float32)
+    normaliser = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    oldest = 0
+    if window > 0:
+        oldest = tl.maximum(prompt_length + length - window + 1, 0)
+    keys, values = prompt * prompt_stride + head * DIM, slot * slot_stride + head * DIM
+    total, normaliser, top = _take_keys(
+        total, normaliser, top, block, prompt_keys + keys, prompt_values + keys, oldest, prompt_length,
+        dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
+    )  # fmt: skip
+    total, normaliser, top = _take_keys(
+        total, normaliser, top, block, slot_keys + values, slot_values + values,
+        tl.maximum(oldest - prompt_length, 0), length + 1, dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
+    )  # fmt: skip
+    tl.store(out + places, (total / normaliser[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def flash_decode(
+    query: torch.Tensor,
+    slot_keys: torch.Tensor,
+    slot_values: torch.Tensor,
+    prompt_keys: torch.Tensor,
+    prompt_values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    prompts: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    scaling: float,
+    window: int,
+    block: int = BLOCK,
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> torch.Tensor:
+    """See `decode_attention`."""
+    rows, heads, dim = query.shape
+    key_heads = slot_keys.shape[2]
+    group = heads // key_heads
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    kernel: Any = _flash_decode
+    kernel[(rows, key_heads)](
+        query, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
+        slot_keys.stride(0), prompt_keys.stride(0), scaling, window,
+        HEADS=key_heads, GROUP=group, DIM=dim, ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        DIMS=max(16, triton.next_power_of_2(dim)), BLOCK=block,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,160 @@
+"""The prompts that the async loop has under way: being written, being scored, or waiting for their step.
+
+A flight is a lot of prompts that were sent together; its groups join the waiting ones in the order in which their
+rewards are known. With an engine that answers by ordinal and rewards that run inline that is the order of the ordinals,
+so two runs of one seed are equal; otherwise it is the order of completion. With `filter.refill` what the filter drops
+does not count for its step, and others are sent in its place.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from podium.clock import Clock
+from podium.records import Group, Plan, Prompt, Queues, RunState, StepGroups
+from podium.stages import Stages
+
+POLL_S = 0.5
+"""Longest wait before it is asked again whether the run should stop."""
+
+
+class Flights:
+    """Leaving the context cancels what is in the air; a resumed run draws it again."""
+
+    def __init__(self, stages: Stages, plan: Plan, clock: Clock) -> None:
+        self._stages, self._plan, self._clock = stages, plan, clock
+        self._counts: dict[int, bool] = {}
+        """The ordinals under way, and whether each counts for its step."""
+        self._flying: set[asyncio.Task[None]] = set()
+        self._num_scoring = 0
+        self._waiting: deque[tuple[Group, list[Group]]] = deque()
+        """Groups with their advantages, each with what the filter kept of it."""
+        self._recent: deque[Group] = deque(maxlen=plan.prompts_per_step)
+        self._again: list[Prompt] = []
+        """Prompts whose groups were too old."""
+        self._num_stale = 0
+        self._state: RunState | None = None
+        """From the last `send` on, while the engine holds the trainer's weights; else None."""
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> "Flights":
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self._cancel()
+
+    @property
+    def under_way(self) -> set[int]:
+        """Ordinals that were sent and whose step is not trained yet."""
+        return set(self._counts)
+
+    def send(self, state: RunState) -> None:
+        """Sends the prompts of groups that were too old, and as many new ones as there is room for."""
+        self._state = state
+        drawn = self._stages.data.draw(state, self._room(state), self._counts)
+        prompts, self._again = [*self._again, *drawn], []
+        if prompts:
+            self._counts |= {prompt.ordinal: True for prompt in prompts}
+            groups = self._clock.writing(self._stages.rollout.start(prompts), len(prompts))
+            task = asyncio.create_task(self._fly(groups, len(prompts)))
+            self._flying.add(task)
+            task.add_done_callback(lambda _: self._news.set())
+
+    def _room(self, state: RunState) -> int:
+        """Prompts that may be sent now. However many are dropped, those under way have an upper bound too."""
+        plan = self._plan
+        wanted = min(plan.prompts_ahead, (plan.steps - state.step) * plan.prompts_per_step)
+        most = wanted * (1 + plan.max_refills)
+        return max(0, min(wanted - sum(self._counts.values()), most - len(self._counts)))
+
+    async def _fly(self, groups: AsyncIterator[Group], count: int) -> None:
+        """Stages 2 to 4 for `count` prompts; where they make no whole steps, the groups before them count in the share
+        of failed rewards: a few alone would say little."""
+        stages, is_whole = self._stages, count % self._plan.prompts_per_step == 0
+        after = () if is_whole else tuple(self._recent)
+        async for group in stages.reward.score_each(self._counted(groups), after=after):
+            self._num_scoring -= 1
+            [credited] = stages.assign_advantages([group])
+            kept = stages.filter([credited])
+            self._counts[group.prompt.ordinal] = bool(kept) or not self._plan.max_refills
+            self._recent.append(credited)
+            self._waiting.append((credited, kept))
+            self._news.set()
+        if self._state is not None and not stages.stop_requested():
+            self.send(self._state)
+
+    async def _counted(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+        async for group in groups:
+            self._num_scoring += 1
+            self._news.set()
+            yield group
+
+    async def next_step(self, state: RunState) -> StepGroups:
+        """The groups of a step in the order in which they came; fewer where the data ends or a signal came."""
+        step = StepGroups(self._plan.prompts_per_step)
+        while True:
+            self._look_after_flights()
+            while self._waiting and not self._is_full(step):
+                group, kept = self._waiting.popleft()
+                if state.policy_version - group.oldest_version > self._plan.max_lag:
+                    self._reject(group, state)
+                else:
+                    step = step.plus([group], kept)
+            if self._is_full(step) or self._stages.stop_requested():
+                break
+            self.send(state)
+            if not self._flying:
+                break
+            await self._wait()
+        queues = Queues(self._clock.num_writing, self._num_scoring, len(self._waiting), self._num_stale)
+        self._num_stale = 0
+        return replace(step, queues=queues)
+
+    def _is_full(self, step: StepGroups) -> bool:
+        """With refills once enough groups are kept, or as many drawn as all rounds of refilling could have."""
+        plan = self._plan
+        enough = len(step.kept if plan.max_refills else step.drawn) == plan.prompts_per_step
+        return enough or len(step.drawn) == plan.prompts_per_step * (1 + plan.max_refills)
+
+    def _reject(self, group: Group, state: RunState) -> None:
+        """Too old to be trained: its prompt is sampled again under its own ordinal."""
+        self._again.append(group.prompt)
+        self._num_stale += 1
+        versions = {"oldest": group.oldest_version, "policy_version": state.policy_version}
+        self._stages.event("stale", ordinal=group.prompt.ordinal, **versions)
+
+    def end(self, step: StepGroups) -> None:
+        """The step is trained: its groups are no longer under way, and the engine is behind until the next `send`."""
+        for group in step.drawn:
+            del self._counts[group.prompt.ordinal]
+        self._state = None
+
+    async def written(self) -> None:
+        """Until nothing is being written; groups may still be scored. After a signal nothing needs to be written."""
+        while self._clock.num_writing and not self._stages.stop_requested():
+            self._look_after_flights()
+            await self._wait()
+        if self._stages.stop_requested():
+            await self._cancel()
+
+    async def _cancel(self) -> None:
+        flying, self._flying = self._flying, set()
+        for task in flying:
+            task.cancel()
+        await asyncio.gather(*flying, return_exceptions=True)
+
+    async def _wait(self) -> None:
+        """For a group, for the end of a flight, or for a while."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), POLL_S)
+        self._news.clear()
+
+    def _look_after_flights(self) -> None:
+        """What broke a flight breaks the run."""
+        landed = {task for task in self._flying if task.done()}
+        self._flying -= landed
+        for task in landed:
+            task.result()

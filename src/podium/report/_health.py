@@ -1,0 +1,263 @@
+"""Whether a run is well, in plain words, with what to do about it.
+
+Every rule looks at metrics by name and says nothing of those that are not there, so that a run with other parts (one
+without a queue, or with a tracker of its own) is judged by what it has.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Literal, NamedTuple
+
+from podium.report._series import Series
+from podium.report._timeline import laps
+
+Level = Literal["good", "note", "warn", "bad"]
+RECENT = 20
+"""Steps that "lately" means."""
+
+CHECKS = {
+    "ParityError": ("engine = trainer", "after each weight sync the engine's logprobs equal the trainer's"),
+    "SplitError": ("loss without split", "the loss does not depend on how the batch was split"),
+    "RewardContractError": ("rewards keep their contract", "a reward returns what its contract says"),
+    "TokenMismatchError": ("ids trained = ids sampled", "the ids trained are the ids sampled"),
+}
+
+
+class Verdict(NamedTuple):
+    level: Level
+    about: str
+    """checks, learning, rollouts, numerics, staleness, speed, workers"""
+    title: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    series: Series
+    evals: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    status: Mapping[str, Any]
+
+    def lately(self, name: str) -> float | None:
+        """Mean over the last steps; None where the metric is not there."""
+        values = self.series.last(name, RECENT)
+        return fmean(values) if values else None
+
+    def early(self, name: str) -> float | None:
+        values = [value for value in self.series.column(name)[:RECENT] if value is not None]
+        return fmean(values) if values else None
+
+
+def health(facts: Facts) -> list[Verdict]:
+    """The worst first."""
+    rules: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
+        _ending, _checks, _learning, _signal, _failures, _retries, _truncation, _entropy, _mismatch, _distance,
+        _gradient, _skipped, _staleness, _time, _queues, _workers,
+    )  # fmt: skip
+    order = ("bad", "warn", "note", "good")
+    return sorted(
+        (verdict for rule in rules for verdict in rule(facts)), key=lambda verdict: order.index(verdict.level)
+    )
+
+
+def _ending(facts: Facts) -> Iterator[Verdict]:
+    state, message = facts.status.get("state"), facts.status.get("message") or ""
+    if state == "failed":
+        yield Verdict("bad", "run", "The run broke", message, "Mend the cause, then go on with `podium resume`.")
+    elif state == "killed":
+        text = "It says that it goes on, but no process holds its folder."
+        yield Verdict(
+            "warn", "run", "The run was killed", text, "Go on with `podium resume`: nothing committed is lost."
+        )
+    elif state == "stopped":
+        yield Verdict("note", "run", "The run was stopped", message or "By a signal.", "Go on with `podium resume`.")
+
+
+def _checks(facts: Facts) -> Iterator[Verdict]:
+    failed = [event for event in facts.events if event.get("event") == "failed" and event.get("error") in CHECKS]
+    if failed and facts.status.get("state") == "failed":
+        title, fact = CHECKS[failed[-1]["error"]]
+        text = f"The check that {fact} stopped the run: {failed[-1].get('message', '')}"
+        yield Verdict("bad", "checks", f"Check failed: {title}", text, "Do not trust what was trained since.")
+    elif len(facts.series):
+        told = "; ".join(fact for _, fact in CHECKS.values())
+        yield Verdict("good", "checks", "All four checks hold", f"At every step: {told}.")
+
+
+def _learning(facts: Facts) -> Iterator[Verdict]:
+    if len(facts.series) < 2 * RECENT:
+        return
+    early, late = facts.early("reward/mean"), facts.lately("reward/mean")
+    if early is None or late is None:
+        return
+    values = [value for value in facts.series.column("reward/mean") if value is not None]
+    span = max(values) - min(values)
+    told = f"Mean reward {early:.3g} in the first {RECENT} steps, {late:.3g} in the last {RECENT}."
+    if late - early > 0.1 * span:
+        yield Verdict("good", "learning", "It is learning", told)
+    elif early - late > 0.1 * span:
+        advice = "Lower trainer.lr, add a KL term (loss.kl_beta), and read the worst rollouts."
+        yield Verdict("warn", "learning", "The reward falls", told, advice)
+    else:
+        advice = "See whether groups have signal, whether answers are cut, and what the best rollouts do."
+        yield Verdict("note", "learning", "The reward stands still", told, advice)
+
+
+def _signal(facts: Facts) -> Iterator[Verdict]:
+    kept, correct = facts.lately("batch/kept_ratio"), facts.lately("reward/correct_rate")
+    if kept is None:
+        return
+    told = f"Of the groups that a step wants, {kept:.0%} were trained lately"
+    refills, retired = facts.lately("batch/refills") or 0, facts.lately("batch/retired") or 0
+    told += f", with {refills:.1f} refills a step" if refills else ""
+    told += f"; {retired:.0f} rows are retired." if retired else "."
+    if kept >= 0.3:
+        yield Verdict("good", "rollouts", "Groups have signal", told)
+    elif correct is not None and correct > 0.9:
+        text = f"{told} {correct:.0%} of the rollouts are correct: the prompts are solved."
+        yield Verdict("note", "rollouts", "Too easy", text, "Stop here, or bring harder prompts.")
+    elif correct is not None and correct < 0.1:
+        text = f"{told} {correct:.0%} of the rollouts are correct."
+        advice = "Bring easier prompts, more rollouts_per_prompt, a reward with steps between 0 and 1, or a warm start."
+        yield Verdict("warn", "rollouts", "Too hard", text, advice)
+    else:
+        advice = "Raise run.rollouts_per_prompt, or set filter.refill = true."
+        yield Verdict("warn", "rollouts", "Few groups have signal", told, advice)
+
+
+def _failures(facts: Facts) -> Iterator[Verdict]:
+    for name, what in (("reward/failed", "reward calls failed"), ("reward/abstained", "rollouts have no reward")):
+        total = sum(value for value in facts.series.column(name) if value)
+        late = facts.lately(name)
+        if total and late is not None:
+            level = "warn" if late else "note"
+            advice = "`podium check --rewards` tries the rewards alone; raise timeout_s where they are slow."
+            yield Verdict(level, "rollouts", f"{total:.0f} {what}", f"{late:.1f} a step lately.", advice)
+
+
+def _retries(facts: Facts) -> Iterator[Verdict]:
+    for name in facts.series.names:
+        total = sum(value for value in facts.series.column(name) if value)
+        if name.endswith(("_retries", "_dropped", "_restarts", "_resampled")) and total:
+            late = facts.lately(name) or 0.0
+            text = f"{name} is {total:.0f} in all, {late:.1f} a step lately."
+            yield Verdict("warn" if late >= 1 else "note", "workers", "Some things were done again", text)
+
+
+def _truncation(facts: Facts) -> Iterator[Verdict]:
+    cut = facts.lately("rollout/truncated_share")
+    if cut is not None and cut > 0.2:
+        advice = "Raise rollout.max_new_tokens, or make length cost something (reward `overlong`, non_stop_penalty)."
+        yield Verdict("warn", "rollouts", "Many answers are cut", f"{cut:.0%} reach max_new_tokens.", advice)
+
+
+def _entropy(facts: Facts) -> Iterator[Verdict]:
+    early, late, correct = (
+        facts.early("policy/entropy"),
+        facts.lately("policy/entropy"),
+        facts.lately("reward/correct_rate"),
+    )
+    if early and late is not None and late < 0.1 * early and len(facts.series) > RECENT:
+        told = f"Entropy fell from {early:.3g} to {late:.3g} nats."
+        if correct is not None and correct > 0.9:
+            yield Verdict("note", "learning", "The policy is sure of itself", f"{told} So it should be: it is right.")
+        else:
+            advice = "Raise loss.clip_high or rollout.temperature, lower trainer.lr, or add a KL term."
+            yield Verdict("warn", "learning", "The policy has stopped trying", told, advice)
+
+
+def _mismatch(facts: Facts) -> Iterator[Verdict]:
+    gap, masked = facts.lately("mismatch/abs_mean"), facts.lately("mismatch/masked_share") or 0.0
+    if gap is None:
+        return
+    outside = facts.lately("mismatch/outside_share") or 0.0
+    told = f"Trainer and sampler differ by {gap:.2g} nats a token; {outside:.1%} of the tokens by more than a tenth."
+    advice = "Use one precision on both sides, sync more often, and keep loss.correction on."
+    if outside > 0.1 or masked > 0.1:
+        text = f"{told} The correction takes out {masked:.1%}."
+        yield Verdict("warn", "numerics", "Sampler and trainer are apart", text, advice)
+    else:
+        yield Verdict("good", "numerics", "Sampler and trainer agree", told)
+
+
+def _distance(facts: Facts) -> Iterator[Verdict]:
+    kl = facts.lately("kl/k3")
+    if kl is not None and kl > 1.0:
+        text = f"The distance to the reference is {kl:.2g} nats a token."
+        yield Verdict("warn", "learning", "Far from the reference", text, "Raise loss.kl_beta or lower trainer.lr.")
+
+
+def _gradient(facts: Facts) -> Iterator[Verdict]:
+    norms = [value for value in facts.series.column("optim/grad_norm") if value is not None]
+    if len(norms) > RECENT:
+        usual, peak = median(norms), max(norms[-RECENT:])
+        if usual > 0 and peak > 10 * usual:
+            text = f"A gradient of {peak:.3g} among usual ones of {usual:.3g}; it was scaled down to max_grad_norm."
+            yield Verdict("note", "numerics", "A gradient stood out", text, "Read the rollouts of that step.")
+
+
+def _skipped(facts: Facts) -> Iterator[Verdict]:
+    late = facts.series.last("optim/skipped", RECENT)
+    if late and fmean(late) > 0:
+        text = f"{sum(value > 0 for value in late)} of the last {len(late)} steps left out updates."
+        advice = (
+            "No group had signal, or loss or gradient was not finite: look at batch/kept_ratio and lower trainer.lr."
+        )
+        yield Verdict("warn" if fmean(late) > 0.2 else "note", "numerics", "Steps without an update", text, advice)
+
+
+def _staleness(facts: Facts) -> Iterator[Verdict]:
+    lag = facts.lately("version/lag_max")
+    if lag is not None:
+        text = f"The oldest rollouts of a step are {lag:.1f} updates behind the weights that they train."
+        advice = "Lower run.max_lag or run.sync_every." if lag > 8 else ""
+        yield Verdict("warn" if lag > 8 else "good", "staleness", "Staleness", text, advice)
+
+
+def _time(facts: Facts) -> Iterator[Verdict]:
+    shares = laps(facts.series, RECENT)
+    total = sum(shares.values())
+    if not total:
+        return
+    stage, most = max(shares.items(), key=lambda pair: pair[1])
+    parts = ", ".join(
+        f"{name} {value / total:.0%}" for name, value in sorted(shares.items(), key=lambda pair: -pair[1])[:4]
+    )
+    advice = {
+        "rollout": "A faster engine, or shorter answers, pays first.",
+        "train": 'trainer.precision = "bfloat16" and pack.shared_prefix pay first.',
+        "eval": "Evaluate less often (eval.every), or on fewer rows.",
+        "checkpoint": "Commit less often (checkpoint.every).",
+        "report": "Write reports less often, or fewer of them.",
+    }.get(stage, "")
+    level = "note" if stage in ("eval", "checkpoint", "report") and most > 0.3 * total else "good"
+    yield Verdict(level, "speed", f"A step takes {total:.3g} s", f"Lately: {parts}.", advice)
+
+
+def _queues(facts: Facts) -> Iterator[Verdict]:
+    waits = {name: late for name in facts.series.names if name.startswith("time/") and "wait" in name
+             and (late := facts.lately(name)) is not None}  # fmt: skip
+    queues = {name: late for name in facts.series.names if name.startswith("queue/")
+              and (late := facts.lately(name)) is not None}  # fmt: skip
+    if queues:
+        text = ", ".join(f"{name.removeprefix('queue/').replace('_', ' ')} {late:.3g}" for name, late in queues.items())
+        yield Verdict("good", "workers", "Queues", f"Lately, on average: {text}.")
+    if waits:
+        text = ", ".join(
+            f"{name[5:].removesuffix('_s').replace('_', ' ')} {late:.3g} s" for name, late in waits.items()
+        )
+        yield Verdict("good", "speed", "Who waits", f"A step lately: {text}.")
+
+
+def _workers(facts: Facts) -> Iterator[Verdict]:
+    usual = {"started", "restored", "finished", "stopped", "failed"}
+    odd = Counter(str(event.get("event")) for event in facts.events if event.get("event") not in usual)
+    if odd:
+        text = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in odd.most_common(8))
+        yield Verdict("note", "workers", "What else happened", f"Events: {text}.", "See the events below.")
+    resumes = sum(event.get("event") == "restored" for event in facts.events)
+    if resumes:
+        yield Verdict("good", "run", f"Resumed {resumes}×", "Each time from a commit; the history is whole.")

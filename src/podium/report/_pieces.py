@@ -1,0 +1,49 @@
+"""tokens.jsonl: the text of every token that a run has written, so that a page can show rollouts token by token.
+
+It grows with the vocabulary in use, not with the run. Beside the ledger and not part of it: a text is never trained.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+class Pieces:
+    """`decode` gives the text of one id; it is asked once an id."""
+
+    def __init__(self, path: Path, decode: Callable[[int], str]) -> None:
+        self._path, self._decode = path, decode
+        self._known: set[int] | None = None
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        if self._known is None:
+            self._known = set(read_pieces(self._path))
+        new = sorted(set(token_ids) - self._known)
+        if not new:
+            return
+        self._known.update(new)
+        with self._path.open("a", encoding="ascii") as file:
+            # A line of its own even where a kill cut the last one off.
+            file.write("\n" + json.dumps({str(i): self._decode(i) for i in new}))
+
+
+def read_pieces(path: Path) -> dict[int, str]:
+    """By id; a line that was cut off is passed over."""
+    pieces: dict[int, str] = {}
+    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+        try:
+            pieces |= {int(i): str(text) for i, text in json.loads(line).items()} if line else {}
+        except ValueError:
+            continue
+    return pieces
+
+
+def piece_decoder(tokenizer: object) -> Callable[[int], str]:
+    """One id to its text. A tokenizer that marks spaces by ▁ drops a leading one when it decodes a token alone."""
+
+    def decode(token_id: int) -> str:
+        text = tokenizer.decode([token_id], skip_special_tokens=False)  # type: ignore[attr-defined]
+        raw = tokenizer.convert_ids_to_tokens(token_id)  # type: ignore[attr-defined]
+        return f" {text}" if str(raw or "").startswith("▁") and not text.startswith(" ") else text
+
+    return decode

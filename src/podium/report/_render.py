@@ -1,0 +1,40 @@
+"""From a page's data to one self-contained HTML file.
+
+Style and script are inlined; the page may load nothing (its content policy forbids it) and runs only the script whose
+hash it names. Data travels as one JSON object, so no text of a rollout is ever part of the markup.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PARTS = Path(__file__).with_name("_page")
+SCRIPTS = ("base.js", "charts.js", "sections.js", "rollouts.js", "runs.js", "main.js")
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """ASCII, and without a `<`: no text can close the script element that holds it."""
+    return json.dumps(data, default=str, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def render(data: Mapping[str, Any]) -> str:
+    before, after = _template()
+    return before + to_json(data) + after
+
+
+@lru_cache
+def _template() -> tuple[str, str]:
+    """What stands before the data and after it."""
+    script = "\n" + "\n".join(_part(name) for name in SCRIPTS) + "\n"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = _part("page.html").replace("{{SCRIPT_HASH}}", f"sha256-{digest}").replace("{{STYLE}}", _part("style.css"))
+    before, after = page.replace("\n{{SCRIPT}}\n", script).split("{{DATA}}")
+    return before, after
+
+
+def _part(name: str) -> str:
+    return (PARTS / name).read_text(encoding="utf-8").rstrip("\n")

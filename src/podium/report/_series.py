@@ -1,0 +1,75 @@
+"""The numbers of a run by step, a column a metric, and fewer points of them where a run is long.
+
+A point of a long run stands for several steps: it has their mean, and the lowest and highest so that no spike is lost.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+
+class Series:
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        for name, value in line.items():
+            if "/" in name and isinstance(value, (int, float)):
+                column = self._columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(self.steps) - len(column)))
+                column.append(value)
+        self.steps.append(line["step"])
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def column(self, name: str) -> list[float | None]:
+        """One value a step; None where the metric was not there."""
+        values = self._columns.get(name, array("d"))
+        known = [None if math.isnan(value) else value for value in values]
+        return known + [None] * (len(self.steps) - len(known))
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """The values of the last `count` steps that are known, oldest first."""
+        return [value for value in self.column(name)[-count:] if value is not None]
+
+    def lines(self, count: int) -> list[dict[str, Any]]:
+        """The last steps in full."""
+        first = max(0, len(self.steps) - count)
+        made: list[dict[str, Any]] = [{"step": step} for step in self.steps[first:]]
+        for name in self._columns:
+            for line, value in zip(made, self.column(name)[first:], strict=True):
+                if value is not None:
+                    line[name] = short(value)
+        return made
+
+    def sampled(self, max_points: int) -> dict[str, Any]:
+        """`steps`, `stride` (steps a point) and `columns`: name → `mean`, and `low` and `high` where stride > 1."""
+        stride = -(-len(self.steps) // max_points) or 1
+        places = range(0, len(self.steps), stride)
+        columns: dict[str, dict[str, list[float | None]]] = {}
+        for name in self._columns:
+            values = self.column(name)
+            if stride == 1:
+                columns[name] = {"mean": [None if value is None else short(value) for value in values]}
+                continue
+            buckets = [[v for v in values[place : place + stride] if v is not None] for place in places]
+            columns[name] = {
+                "mean": [short(math.fsum(bucket) / len(bucket)) if bucket else None for bucket in buckets],
+                "low": [short(min(bucket)) if bucket else None for bucket in buckets],
+                "high": [short(max(bucket)) if bucket else None for bucket in buckets],
+            }
+        ends = [self.steps[min(place + stride, len(self.steps)) - 1] for place in places]
+        return {"steps": ends, "stride": stride, "columns": columns}
+
+
+def short(value: float) -> float:
+    """Five digits: more than a curve can show."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,53 @@
+"""Trackio: a local dashboard (`trackio show`), or a Hugging Face Space."""
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from podium.report._tracker import Tracker
+from podium.run_folder import RunFolder
+
+
+class Trackio(Tracker):
+    package = "trackio"
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        project: Annotated[str, Field(description="where the run is put")] = "podium",
+        space_id: Annotated[str | None, Field(description="a Space to send it to; by default none")] = None,
+    ) -> None:
+        super().__init__(folder)
+        self._project, self._space_id = project, space_id
+        self._run: Any = None
+        for module in ("trackio", "trackio.run", "trackio.utils"):
+            # It prints what it does to the standard output, where `--json` puts its lines.
+            vars(sys.modules[module])["print"] = _print_aside
+
+    def open(self, card: Mapping[str, Any], last_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=self._project,
+            name=f"{self.run_name}-{self.run_id[:6]}",
+            space_id=self._space_id,
+            config=self.settings(),
+            resume="allow",
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def end(self, state: str) -> None:
+        import trackio
+
+        trackio.finish()
+
+
+def _print_aside(*parts: object) -> None:
+    print(*parts, file=sys.stderr)

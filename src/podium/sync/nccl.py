@@ -1,0 +1,112 @@
+"""Sync from GPU to GPU, for an engine in another process: vLLM's own weight transfer over NCCL.
+
+For full weights and an engine that has GPUs of its own: `engine.join_transfer(init_info)` makes it meet the trainer,
+once; then, at each push, `engine.receive_weights(update_info, version)` takes what is broadcast here at the same time.
+Both are calls of the engine's process (`POST /join_transfer` and `POST /receive_weights` of a server) and carry names
+and shapes; the tensors go from GPU to GPU. `engine.transfer_ranks` is how many GPUs it has. An engine in this process
+needs none of it: it is handed the tensors (`shared`). Each push is followed by the parity probe.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from podium.errors import EngineError, InputError, PodiumError
+from podium.sync._delivery import Delivery
+
+
+class Nccl:
+    def __init__(
+        self,
+        delivery: Delivery,
+        *,
+        address: Annotated[str, Field(description="of this machine, as the engine's sees it")] = "127.0.0.1",
+        port: Annotated[int, Field(ge=0, le=65535, description="where they meet; 0: a free one")] = 0,
+        timeout_s: Annotated[float, Field(gt=0, description="for the engine to join, and for a push")] = 300.0,
+    ) -> None:
+        check_devices(delivery)
+        self._delivery, self._address, self._port, self._timeout_s = delivery, address, port, timeout_s
+        self._group: Any = None
+
+    async def push(self, version: int) -> None:
+        await self._delivery.once(version, self._carry)
+
+    async def _carry(self, version: int) -> None:
+        engine: Any = self._delivery.engine
+        weights = [(name, tensor.detach().contiguous()) for name, tensor in self._delivery.trainer.weights()]
+        if self._group is None:
+            port = self._port or free_port(self._address)
+            meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + engine.transfer_ranks}
+            opened = asyncio.to_thread(open_group, meeting, weights[0][1].device)
+            _, self._group = await self._both(engine.join_transfer({**meeting, "rank_offset": 1}), opened)
+        sent = asyncio.to_thread(broadcast, self._group, [tensor for _, tensor in weights])
+        await self._both(engine.receive_weights(update_info(weights), version), sent)
+
+    async def _both(self, theirs: Any, ours: Any) -> Any:
+        """Either side waits for the other, so a side that fails must not leave this one waiting for ever."""
+        try:
+            return await asyncio.wait_for(asyncio.gather(theirs, ours), self._timeout_s)
+        except PodiumError:
+            raise
+        except Exception as error:
+            name = type(self._delivery.engine).__name__
+            raise EngineError(
+                f"sync.name = 'nccl': {name} and the trainer did not finish a transfer within sync.timeout_s = "
+                f"{self._timeout_s:g} ({type(error).__name__}: {error}); the engine may be gone, or NCCL finds no way "
+                "between them: it has none between two processes on one GPU"
+            ) from error
+
+
+def check_devices(delivery: Delivery) -> None:
+    """What NCCL cannot carry, or would not reach."""
+    if delivery.policy.peft is not None:
+        raise InputError(
+            "sync.name = 'nccl' is for full weights; an adapter is small and goes by sync.name = 'adapter'"
+        )
+    if not hasattr(delivery.engine, "transfer_ranks"):
+        raise InputError(
+            f"sync.name = 'nccl' does not reach {type(delivery.engine).__name__}: it is for engines in processes of "
+            "their own; valid: auto"
+        )
+    if delivery.policy.device.type != "cuda":
+        raise InputError("sync.name = 'nccl' carries weights between GPUs, and the policy is on a CPU; valid: disk")
+
+
+def update_info(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """What vLLM's workers must know before tensors come: names, kinds and shapes, in the order of the broadcasts."""
+    listed = list(weights)
+    return {
+        "names": [name for name, _ in listed],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in listed],
+        "shapes": [list(tensor.shape) for _, tensor in listed],
+    }
+
+
+def open_group(meeting: dict[str, Any], device: torch.device) -> Any:
+    """The trainer's side of the group, rank 0; vLLM's workers come after it."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    place = StatelessProcessGroup.create(
+        host=meeting["master_address"], port=meeting["master_port"], rank=0, world_size=meeting["world_size"]
+    )
+    return PyNcclCommunicator(place, device=device)
+
+
+def broadcast(group: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """One broadcast a tensor, in their order; returns when all have been sent."""
+    for tensor in tensors:
+        with torch.cuda.device_of(tensor):
+            group.broadcast(tensor, src=0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize(tensors[-1].device)
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
