@@ -100,8 +100,11 @@ def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
     """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new."""
     given = settings.checkpoint
     if given.start_from is not None:
-        tensors = read_tensors(_named("checkpoint.start_from", given.start_from, newest_checkpoint))
-        _named("checkpoint.start_from", given.start_from, lambda _: trainer.load_weights(tensors))
+        _named(
+            "checkpoint.start_from",
+            given.start_from,
+            lambda place: trainer.load_weights(read_tensors(newest_checkpoint(place))),
+        )
     if given.adapter_from is not None:
         _named("checkpoint.adapter_from", given.adapter_from, lambda folder: _load_adapter(policy, folder))
 
