@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo demo-full test check format docs benchmark clean
+.PHONY: demo demo-full test check scan audit soak format docs benchmark clean
 
 demo: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/settings.toml
@@ -17,10 +17,23 @@ demo-full: $(VENV)/.core
 test: check
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.test
+check: $(VENV)/.test scan
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/pyright
+
+# Needs no network: pinned versions against the advisories in .ci/advisories.toml, and a search for secrets.
+scan: $(VENV)/.test
+	$(BIN)/python .ci/scan.py
+
+# With a network: every advisory that is known today.
+audit: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --skip-editable
+
+# Half an hour of kills and faults.
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.chaos.soak
 
 format: $(VENV)/.test
 	$(BIN)/ruff format src tests benchmarks examples

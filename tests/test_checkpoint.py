@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from podium import checkpoint
-from podium.checkpoint import find_damage
+from podium import checkpoint_files
+from podium.checkpoint_files import find_damage
 from podium.cli import main
 from podium.errors import CheckpointError
 from podium.run import train
@@ -79,7 +79,7 @@ def test_a_checkpoint_folder_that_cannot_be_read_is_an_error(finished: Path, cap
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("podium.checkpoint.os.scandir", refuse)
+    monkeypatch.setattr("podium.checkpoint_files.os.scandir", refuse)
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
     assert "cannot be read: Permission denied" in capsys.readouterr().err
 
@@ -118,7 +118,7 @@ def test_another_adapter_shape_is_refused(finished: Path, capsys) -> None:
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: Path, capsys, monkeypatch) -> None:
-    real = checkpoint.save_file
+    real = checkpoint_files.save_file
 
     def full(tensors, path):
         if "step-000004" in str(path):
@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: P
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         train(Settings.from_dict(small_tables(tmp_path / "run")))
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -182,8 +182,8 @@ def test_a_checkpoint_from_before_prompts_could_be_pending_is_restored(finished:
     assert saved["state"].pop("pending") == []
     path.write_text(json.dumps(saved))
     manifest = newest(finished) / "manifest.json"
-    files = json.loads(manifest.read_text()) | {"state.json": checkpoint.describe_file(path)}
-    manifest.write_text(json.dumps(files))
+    files = json.loads(manifest.read_text()) | {"state.json": checkpoint_files.describe_file(path)}
+    manifest.write_text(json.dumps(files, indent=1))
     assert main(["resume", str(finished), "--run.steps=5"]) == 0
     events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "restored"] == [4]

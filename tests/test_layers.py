@@ -44,7 +44,9 @@ ALLOWED = {
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
     "server": BELOW_STAGES,  # it is handed an engine and never finds one
-    "checkpoint": {"errors", "ledger", "records", "run_folder", "stages"},
+    "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
+    "checkpoint_files": {"errors"},
+    "resume_rules": {"errors", "lookup", "sections", "settings"},
     "report": {"errors", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},
 }

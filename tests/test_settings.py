@@ -25,6 +25,9 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "sync_every": 1,
             "max_lag": 0,
             "in_flight": False,
+            "max_stall_s": 1800.0,
+            "grace_s": 30.0,
+            "max_restarts": 20,
         },
         "model": {
             "name": "embedded",
@@ -34,7 +37,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "trust_remote_code": False,
         },
         "data": [{"name": "arithmetic", "split": "train", "operations": "+-"}],
-        "rollout": {"name": "single_turn", "temperature": 1.0, "max_new_tokens": 256, "stop": []},
+        "rollout": {"name": "single_turn", "temperature": 1.0, "max_new_tokens": 256, "stop": [], "max_retries": 2},
         "engine": {"name": "inprocess", "concurrency": 512},
         "reward": [],
         "scoring": {"max_failed_share": 0.1, "scale": 1.0, "remap": {}},
@@ -166,15 +169,18 @@ TOP = (
         ({"lr": 1e-5}, f"lr is not a setting; valid here: {TOP}"),
         (
             {"run": {"stepz": 1}},
-            "run.stepz is not a setting; valid here: epochs, folder, in_flight, max_lag, max_skipped_steps, name, "
-            "prompts_per_step, rollouts_per_prompt, seed, steps, sync_every",
+            "run.stepz is not a setting; valid here: epochs, folder, grace_s, in_flight, max_lag, max_restarts, "
+            "max_skipped_steps, max_stall_s, name, prompts_per_step, rollouts_per_prompt, seed, steps, sync_every",
         ),
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, dropout, r, targets"),
         (
             {"eval": {"evry": 1}},
             "eval.evry is not a setting; valid here: data, every, n, pass_at, temperature, top_k, top_p",
         ),
-        ({"checkpoint": {"evry": 1}}, "checkpoint.evry is not a setting; valid here: every, keep"),
+        (
+            {"checkpoint": {"evry": 1}},
+            "checkpoint.evry is not a setting; valid here: adapter_from, every, keep, on_checkpoint, start_from",
+        ),
         (
             {"scoring": {"x": 1}},
             "scoring.x is not a setting; valid here: max_failed_share, non_stop_penalty, remap, "

@@ -29,6 +29,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._keep import check_start
 from podium.runtime._memory import MemoryPlan, memory_plan, num_slots
 from podium.runtime._reports import check_reports
 from podium.settings import Settings
@@ -63,6 +64,7 @@ def check(settings: Settings) -> tuple[str, bool]:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
     check_trainer(settings)
+    check_start(settings)
     check_reports(settings)
     build_filter(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)

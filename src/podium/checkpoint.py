@@ -1,39 +1,60 @@
 """Stage 9: the one atomic commit, and the way back.
 
-A checkpoint is a folder with weights, optimizer and random states (`trainer.safetensors`), where the run and its
-ledger stand (`state.json`) and the sha256 of both (`manifest.json`). It is written beside its place, flushed to disk
-and renamed; so there is either a whole checkpoint or none. The newest is computed from the names, never stored.
+In: the state at the end of a window. Out: a checkpoint (`checkpoint_files.py`) that holds all that the run needs to go
+on with the same bits. The training thread only waits for a copy of the tensors; the copy is written, proven and old
+ones are deleted in another thread, one commit at a time. What goes wrong there is raised at the next commit. The newest
+checkpoint is computed from the names, never stored.
 """
 
 import asyncio
-import hashlib
-import json
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from podium.checkpoint_files import (
+    find_damage,
+    find_difference,
+    flush,
+    list_checkpoints,
+    read_settings,
+    read_state,
+    read_tensors,
+    step_of,
+    write_checkpoint,
+)
 from podium.errors import CheckpointError, InputError
 from podium.ledger import Ledger
 from podium.records import RunState
 from podium.run_folder import RunFolder
 from podium.stages import Trainer
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-FILES = {"state.json", "trainer.safetensors"}
-"""What the manifest lists."""
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a runtime may want to do at the turns of a checkpoint's life."""
+
+    begin: Callable[[], None] = _nothing
+    """Called where a run starts at step 0: gives the trainer other weights to start from."""
+    accept: Callable[[str], None] = _nothing
+    """Given the settings of the checkpoint that is restored; raises `InputError` if the run may not go on from them."""
+    committed: Callable[[Path, int], None] = _nothing
+    """Given each new checkpoint and its step, in the thread that wrote it."""
+    warn: Callable[[str], None] = print
+    """Told of a checkpoint that is damaged."""
 
 
 class FolderCheckpoint:
-    """`warn` is told of a checkpoint that is damaged."""
+    """`settings` is the text of the run's settings, which every checkpoint keeps."""
 
     def __init__(
         self,
@@ -41,106 +62,147 @@ class FolderCheckpoint:
         trainer: Trainer,
         ledger: Ledger,
         data_fingerprint: str,
+        settings: str,
         *,
         every: int,
         keep: int,
         step: int | None = None,
-        warn: Callable[[str], None] = print,
+        hooks: Hooks = Hooks(),  # noqa: B008  frozen
     ) -> None:
         """`step` names the checkpoint to restore; by default the newest that can be trusted."""
         self._folder, self._trainer, self._ledger = folder, trainer, ledger
-        self._data_fingerprint, self._every, self._keep = data_fingerprint, every, keep
-        self._wanted_step, self._warn = step, warn
-        self._last_committed: int | None = None
+        self._data_fingerprint, self._settings = data_fingerprint, settings
+        self._every, self._keep, self._wanted_step, self._hooks = every, keep, step, hooks
+        self._last_begun: int | None = None
+        """Step of the last commit that was begun; an error in it is raised before another is."""
+        self._writing: asyncio.Task[None] | None = None
+        self._restarts = 0
+        self._whole = RunState()
+        """At the end of the last window: what the trainer's weights are of, unless it has trained since."""
 
     async def restore_or_start(self) -> RunState:
         self._folder.clean_up()
         chosen = self._choose()
+        self._restarts = self._folder.restarts
         if chosen is None:
+            self._hooks.begin()
             self._ledger.rewind(None)
             return RunState()
-        saved = json.loads((chosen / "state.json").read_text())
-        if saved["format"] != FORMAT:
-            raise CheckpointError(
-                f"{chosen} has format {saved['format']}; this version of Podium reads format {FORMAT}"
-            )
+        saved = read_state(chosen)
         if saved["data_fingerprint"] != self._data_fingerprint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
-        self._trainer.load_state(load_file(chosen / "trainer.safetensors"))
+        settings = read_settings(chosen)
+        if settings is not None:
+            self._hooks.accept(settings)
+        self._trainer.load_state(read_tensors(chosen))
         listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
         state = RunState(**saved["state"] | listed)
         self._ledger.check(saved["ledger"])
         self._set_aside(state.step)  # before the ledger is cut: killed in between, this one is still the newest
         self._ledger.rewind(saved["ledger"])
-        self._last_committed = state.step
-        self._folder.event("restored", step=state.step, checkpoint=chosen.name)
+        self._restarts = max(self._restarts, saved["restarts"] + 1)
+        self._last_begun, self._whole = state.step, state
+        self._folder.event("restored", step=state.step, checkpoint=chosen.name, restarts=self._restarts)
         return state
 
     async def commit_if_due(self, state: RunState) -> None:
         """Due once `every` steps have passed since the last commit; a window may carry it past the exact multiple."""
-        if self._every and state.step // self._every > (self._last_committed or 0) // self._every:
-            await self.commit(state)
+        self._whole = state
+        if self._every and state.step // self._every > (self._last_begun or 0) // self._every:
+            await self._begin(state)
 
     async def commit(self, state: RunState) -> None:
-        if self._last_committed == state.step:
-            return
-        try:
-            await asyncio.to_thread(self._write, state)
-        except (OSError, SafetensorError) as error:
-            self._folder.clean_up()
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} cannot be written: {error}; the ones before it are untouched"
-            ) from None
-        self._last_committed = state.step
-        self._folder.event("committed", step=state.step)
-        self._retire()
+        """Returns once it is on disk."""
+        self._whole = state
+        await self._begin(state)
+        await self._settled()
+
+    async def commit_last(self) -> RunState:
+        """Commits the end of the last window, for a run that breaks off a window before anything of it was trained."""
+        await self.commit(self._whole)
+        return self._whole
 
     async def finish(self, state: RunState) -> None:
         await self.commit(state)
         unfinished = self._folder.path / f"final.tmp-{os.getpid()}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        self._trainer.save_model(str(unfinished))
-        if self._folder.final.exists():
-            shutil.rmtree(self._folder.final)
-        unfinished.rename(self._folder.final)
+        try:
+            await asyncio.to_thread(self._trainer.save_model, str(unfinished))
+            for path in (*unfinished.iterdir(), unfinished):
+                flush(path)
+            if self._folder.final.exists():
+                shutil.rmtree(self._folder.final)
+            unfinished.rename(self._folder.final)
+        except (OSError, SafetensorError) as error:
+            self._folder.clean_up()
+            raise CheckpointError(
+                f"the trained model cannot be written: {error}; the last checkpoint holds it: make room and resume"
+            ) from None
+        flush(self._folder.path)
 
-    def _write(self, state: RunState) -> None:
-        place = self._folder.checkpoints / f"step-{state.step:06d}"
-        unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
-        unfinished.mkdir(parents=True)
-        save_file(dict(self._trainer.state()), unfinished / "trainer.safetensors")
+    async def _begin(self, state: RunState) -> None:
+        """Copies what a commit needs and lets it be written beside the training; a run at step 0 has nothing to keep.
+
+        Two commits never overlap: the one before is waited for, and its error raised.
+        """
+        await self._settled()
+        if self._last_begun == state.step or state.step == 0:
+            return
+        self._folder.event("committing", step=state.step)
         saved = {
-            "format": FORMAT,
             "state": asdict(state),
             "data_fingerprint": self._data_fingerprint,
             "ledger": self._ledger.position(),
+            "restarts": self._restarts,
         }
-        (unfinished / "state.json").write_text(json.dumps(saved))
-        files = {path.name: describe_file(path) for path in sorted(unfinished.iterdir())}
-        (unfinished / MANIFEST).write_text(json.dumps(files, indent=1))
-        for path in (*unfinished.iterdir(), unfinished, *self._ledger.unflushed()):
-            flush(path)
-        unfinished.rename(place)
-        flush(place.parent)
+        ledger_files = self._ledger.unflushed()
+        tensors = await asyncio.to_thread(self._trainer.state)
+        self._last_begun = state.step
+        self._writing = asyncio.create_task(asyncio.to_thread(self._write, state.step, tensors, saved, ledger_files))
+        self._writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # else it prints itself
+
+    async def _settled(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    def _write(self, step: int, tensors: Mapping[str, Any], saved: Mapping[str, Any], ledger_files: list[Path]) -> None:
+        started = time.monotonic()
+        place = self._folder.checkpoints / f"step-{step:06d}"
+        _refuse_not_finite(tensors, step)
+        try:
+            size = write_checkpoint(place, tensors, saved, self._settings, ledger_files)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written: {error}; the ones before it are untouched: "
+                "make room or mend the disk, and resume"
+            ) from None
+        written = time.monotonic()
+        complaint = find_difference(place, tensors)
+        if complaint:
+            raise CheckpointError(f"{place} was just written and is damaged: {complaint}; check the disk")
+        seconds = {"seconds": written - started, "verify_s": time.monotonic() - written}
+        self._folder.event("committed", step=step, bytes=size, **seconds)
+        self._folder.note_progress()
+        self._retire()
+        self._hooks.committed(place, step)
 
     def _retire(self) -> None:
-        """Deletes the oldest checkpoints, and only once the newest is known to be readable."""
-        *old, newest = self._all()
-        complaint = find_damage(newest)
-        if complaint:
-            raise CheckpointError(f"{newest} was just written and is damaged: {complaint}; check the disk")
-        for path in old[: max(0, len(old) + 1 - self._keep)]:
-            shutil.rmtree(path)
+        """Deletes the oldest checkpoints; the newest has just been read back."""
+        for path in list_checkpoints(self._folder.checkpoints)[: -self._keep]:
+            doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+            path.rename(doomed)  # half deleted, it is a leftover and no damaged checkpoint
+            shutil.rmtree(doomed)
 
     def _choose(self) -> Path | None:
         """The checkpoint to go on from; None only if there has never been one."""
-        every = self._all()
+        every = list_checkpoints(self._folder.checkpoints)
         if self._wanted_step is not None:
             place = self._folder.checkpoints / f"step-{self._wanted_step:06d}"
             if place not in every:
                 raise InputError(
                     f"no checkpoint of step {self._wanted_step}; there are: "
-                    f"{', '.join(str(int(path.name.removeprefix('step-'))) for path in every) or 'none'}"
+                    f"{', '.join(str(step_of(path)) for path in every) or 'none'}"
                 )
             complaint = find_damage(place)
             if complaint:
@@ -150,7 +212,7 @@ class FolderCheckpoint:
             complaint = find_damage(place)
             if complaint is None:
                 return place
-            self._warn(f"warning: {place} is damaged ({complaint}); going back to the one before it")
+            self._hooks.warn(f"warning: {place} is damaged ({complaint}); going back to the one before it")
             self._folder.event("damaged_checkpoint", checkpoint=place.name, complaint=complaint)
         if every:
             raise CheckpointError(
@@ -164,47 +226,29 @@ class FolderCheckpoint:
 
     def _set_aside(self, newer_than: int) -> None:
         """Checkpoints after the one that was restored would stand in the way of the new ones; none is deleted."""
-        for place in self._all():
-            if int(place.name.removeprefix("step-")) > newer_than:
+        for place in list_checkpoints(self._folder.checkpoints):
+            if step_of(place) > newer_than:
                 place.rename(place.with_name(f"aside-{place.name}-{time.time_ns()}"))
 
-    def _all(self) -> list[Path]:
-        """By step. A folder that cannot be read is an error, never "no checkpoints"."""
-        if not self._folder.checkpoints.exists():
-            return []
-        try:
-            names = [entry.name for entry in os.scandir(self._folder.checkpoints)]
-        except OSError as error:
-            raise CheckpointError(f"{self._folder.checkpoints} cannot be read: {error.strerror}") from None
-        steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
-        return [self._folder.checkpoints / f"step-{step:06d}" for step in steps]
+
+def newest_checkpoint(path: Path) -> Path:
+    """A checkpoint's folder, or the newest good one of a run's folder; for what reads another run's weights."""
+    if (path / "manifest.json").is_file():
+        complaint = find_damage(path)
+        if complaint:
+            raise CheckpointError(f"{path} is damaged: {complaint}")
+        return path
+    for place in reversed(list_checkpoints(path / "checkpoints")):
+        if find_damage(place) is None:
+            return place
+    raise InputError(f"{str(path)!r} is neither a checkpoint nor a run folder that has a good one")
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
-    try:
-        files = json.loads((checkpoint / MANIFEST).read_text())
-        if set(files) != FILES:
-            return f"{MANIFEST} does not list the files that a checkpoint has"
-        for name, expected in files.items():
-            if describe_file(checkpoint / name) != expected:
-                return f"{name} is not what was written"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, AttributeError, TypeError):
-        return f"{MANIFEST} cannot be read"
-    return None
-
-
-def flush(path: Path) -> None:
-    """Until this returns, a power cut may lose the file or the folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _refuse_not_finite(tensors: Mapping[str, Any], step: int) -> None:
+    """A commit of broken weights would take the place of a good one."""
+    for name, tensor in tensors.items():
+        if name.startswith("weights.") and not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{name.removeprefix('weights.')} holds values that are no finite numbers at step {step}; nothing was "
+                "saved. Resume from the checkpoint before it, with a lower trainer.lr"
+            )

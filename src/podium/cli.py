@@ -13,8 +13,6 @@ from podium import __version__
 from podium.errors import InputError, PodiumError
 
 DEFAULT_ROWS = 200
-FREE_ON_RESUME = ("run.steps", "run.epochs", "run.name", "checkpoint.", "eval.", "report.")
-"""Settings that may change when a run goes on; any other would make it another run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    sys.exit(main())
+    code = main()
+    watch = sys.modules.get("podium.runtime._watch")
+    is_stopped = code in (130, 143)
+    if is_stopped or (watch is not None and watch.stalled):  # Python would wait for a thread that samples, or hangs
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -45,24 +50,25 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.resume_rules import changes, check_changes
     from podium.run_folder import RunFolder
     from podium.settings import Settings, override, read_toml
 
     folder = RunFolder.open(options.run)
-    for flag in overrides:
-        key = flag.removeprefix("--").partition("=")[0]
-        if "." in key and not key.startswith(FREE_ON_RESUME) and key not in options.allow_change:
-            raise InputError(
-                f"{key} cannot change on resume: the run would no longer be the same one. "
-                f"Free: {', '.join(FREE_ON_RESUME)}; to insist, add --allow-change {key}"
-            )
+    before = Settings.from_dict(read_toml(folder.settings))
     settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
+    warnings = check_changes(before, settings, options.allow_change)
+    for key in options.allow_change:
+        if not any(f"{changed}.".startswith(f"{key}.") for changed in changes(before, settings)):
+            raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
     if folder.state == "finished" and not overrides and options.step is None:
         print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
+    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
     from podium.run import resume as run
 
-    return run(settings, folder, step=options.step, console_mode=_console_mode(options)).exit_code
+    allowed = {"step": options.step, "allow_change": options.allow_change}
+    return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -282,48 +288,45 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"podium {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, function: Any, help_: str, *arguments: tuple[str, dict[str, Any]]) -> None:
+    for name, function, help_, *arguments in (*_run_commands(), *_other_commands()):
         sub = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         sub.set_defaults(command=function)
         for argument, details in arguments:
             sub.add_argument(argument, **details)
-
-    settings = ("settings", {"type": Path, "metavar": "SETTINGS"})
-    as_json = ("--json", {"action": "store_true", "help": "output for machines"})
-    quiet = ("--quiet", {"action": "store_true", "help": "the summary only"})
-    command("train", train, "start a run", settings, as_json, quiet)
-    command(
-        "resume",
-        resume,
-        "go on with a run",
-        ("run", {"type": Path, "metavar": "RUN"}),
-        ("--step", {"type": int, "help": "from this checkpoint instead of the newest"}),
-        ("--allow-change", {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}),
-        as_json,
-        quiet,
-    )
-    command("eval", evaluate, "held-out accuracy with its interval; two models compared", *EVAL_FLAGS, as_json)
-    command(
-        "check",
-        check,
-        "everything short of training: settings, data, rewards, memory, time",
-        settings,
-        ("--rewards", {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}),
-        ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
-    )
-    command("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS)
-    command("push", push, "the same, to the model hub", *PUSH_FLAGS)
-    command("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS)
-    command("report", report, "the page of a run, or of a folder of runs, live on this machine", *REPORT_FLAGS)
-    command("show", show, "the settings, resolved", settings, as_json)
-    command(
-        "list",
-        list_choices,
-        "the keys of a section and its choices, with their options",
-        ("stage", {"nargs": "?", "metavar": "STAGE"}),
-    )
     return parser
+
+
+SETTINGS = ("settings", {"type": Path, "metavar": "SETTINGS"})
+RUN = ("run", {"type": Path, "metavar": "RUN"})
+AS_JSON = ("--json", {"action": "store_true", "help": "output for machines"})
+QUIET = ("--quiet", {"action": "store_true", "help": "the summary only"})
+
+
+def _run_commands() -> list[tuple[Any, ...]]:
+    """(name, function, help, arguments …) of what begins, goes on with or judges a run."""
+    step = {"type": int, "help": "from this checkpoint instead of the newest"}
+    allow = {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}
+    return [
+        ("train", train, "start a run", SETTINGS, AS_JSON, QUIET),
+        ("resume", resume, "go on with a run", RUN, ("--step", step), ("--allow-change", allow), AS_JSON, QUIET),
+        ("eval", evaluate, "held-out accuracy with its interval; two models compared", *EVAL_FLAGS, AS_JSON),
+        ("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS),
+        ("push", push, "the same, to the model hub", *PUSH_FLAGS),
+        ("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS),
+        ("report", report, "the page of a run, or of a folder of runs, live on this machine", *REPORT_FLAGS),
+    ]
+
+
+def _other_commands() -> list[tuple[Any, ...]]:
+    rewards = {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}
+    rows = {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}
+    everything = "everything short of training: settings, data, rewards, memory, time"
+    choices = "the keys of a section and its choices, with their options"
+    return [
+        ("check", check, everything, SETTINGS, ("--rewards", rewards), ("--rows", rows)),
+        ("show", show, "the settings, resolved", SETTINGS, AS_JSON),
+        ("list", list_choices, choices, ("stage", {"nargs": "?", "metavar": "STAGE"})),
+    ]
 
 
 if __name__ == "__main__":

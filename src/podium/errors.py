@@ -52,7 +52,7 @@ class BusyError(EngineError):
 
 
 class WeightsError(EngineError):
-    """Weights that were handed to an engine are damaged, of another shape, not finite or not there."""
+    """Weights on their way to an engine are damaged, of another shape, not finite or not there."""
 
 
 class CheckpointError(PodiumError):
@@ -61,3 +61,22 @@ class CheckpointError(PodiumError):
 
 class SharedPrefixError(PodiumError):
     """A prompt computed once for its group gives other logprobs than one computed for each answer."""
+
+
+class NoProgressError(PodiumError):
+    """Nothing moved for longer than run.max_stall_s."""
+
+
+class CrashLoopError(PodiumError):
+    """The run was taken up again too often without getting on."""
+
+
+class StorageError(PodiumError):
+    """The disk is full, broken or not to be written to."""
+
+
+class RunStopped(BaseException):
+    """A signal asked for the end while rollouts were written: what they would have trained is given up.
+
+    No error, so that nothing that handles errors keeps it.
+    """

@@ -1,7 +1,7 @@
 """data → rollout → reward on held-out prompts, with a sampling of its own, and what the results amount to."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -10,9 +10,20 @@ from podium.records import EvalReport, Group, Prompt, RunState
 from podium.stages import RewardStage, RolloutStage
 
 
-async def held_out_groups(rollout: RolloutStage, reward: RewardStage, prompts: Sequence[Prompt]) -> list[Group]:
-    """Every prompt's rollouts, scored."""
-    return [group async for group in reward.score_each(rollout.start(prompts))]
+async def held_out_groups(
+    rollout: RolloutStage,
+    reward: RewardStage,
+    prompts: Sequence[Prompt],
+    beat: Callable[[str], None] = lambda stage: None,
+) -> list[Group]:
+    """Every prompt's rollouts, scored; prompts that an engine failed at are left out."""
+
+    async def written() -> AsyncIterator[Group]:
+        async for group in rollout.start(prompts):
+            beat("evaluation")
+            yield group
+
+    return [group async for group in reward.score_each(written()) if group.rollouts]
 
 
 @dataclass(frozen=True)
@@ -107,17 +118,18 @@ class HeldOut:
         tell: Callable[[EvalReport], None],
         pass_at: Sequence[int] = (),
         tables: Mapping[int, str] | None = None,
+        beat: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`pass_at` and `tables` as in `Results`."""
+        """`pass_at` and `tables` as in `Results`; `beat` is told with each group that the evaluation gets on."""
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
-        self._is_over, self._every, self._tell = is_over, every, tell
+        self._is_over, self._every, self._tell, self._beat = is_over, every, tell, beat
         self._pass_at, self._tables = pass_at, tables
 
     async def run_if_due(self, state: RunState, since: int) -> None:
         if not self._prompts or not self._is_due(state, since):
             return
         started = time.monotonic()
-        groups = await held_out_groups(self._rollout, self._reward, self._prompts)
+        groups = await held_out_groups(self._rollout, self._reward, self._prompts, self._beat)
         version = groups[0].rollouts[0].policy_version_max  # of the engine, which may not follow the trainer
         metrics = Results(groups, self._pass_at, self._tables).metrics()
         self._tell(EvalReport(state.step, version, metrics, time.monotonic() - started, tuple(groups)))

@@ -147,7 +147,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its rollouts, whole or not at all. The tuples have one entry a rollout."""
+    """A prompt and its rollouts, whole or, where an engine failed at it, none. The tuples have one entry a rollout."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -165,6 +165,8 @@ class Group:
     """0 for a rollout without a reward."""
     scoring_s: float = 0.0
     """Seconds until its rewards were known, waiting for a free worker included."""
+    num_retries: int = 0
+    """Times that the prompt was sent again because an engine's answer could not be right."""
 
     @property
     def trainable(self) -> list[int]:
@@ -174,8 +176,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that wrote the first token of its first rollout."""
-        return min(rollout.policy_version_min for rollout in self.rollouts)
+        """Of the weights that wrote the first token of its first rollout; without rollouts it is never too old."""
+        return min((rollout.policy_version_min for rollout in self.rollouts), default=sys.maxsize)
 
     @property
     def has_signal(self) -> bool:
@@ -350,6 +352,7 @@ class RunState:
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
+    num_dropped_groups: int = 0  # prompts that an engine failed at in every try
     retired: tuple[int, ...] = ()
     """Rows that are not drawn again, by index, sorted."""
     pending: tuple[int, ...] = ()
@@ -364,6 +367,7 @@ class RunState:
             num_rollouts=self.num_rollouts + sum(len(group.rollouts) for group in step.drawn),
             num_tokens=self.num_tokens + result.num_loss_tokens * result.updated,
             num_skipped_steps=self.num_skipped_steps + (not result.updated),
+            num_dropped_groups=self.num_dropped_groups + sum(not group.rollouts for group in step.drawn),
             num_skipped_in_a_row=0 if result.updated else self.num_skipped_in_a_row + 1,
         )
 

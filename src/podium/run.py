@@ -4,15 +4,17 @@ A run here is the loop with everything around it: the folder and its lock, signa
 """
 
 import asyncio
+import errno
 import time
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
-from podium.errors import InputError
+from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
@@ -32,6 +34,9 @@ from podium.runtime._launch import is_rank, launch
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -50,6 +55,10 @@ class Summary:
     accuracy_after: float | None
     """Held-out, at the last one."""
     skipped_steps: int
+    dropped_groups: int
+    """Prompts that an engine failed at in every try."""
+    restarts: int
+    """Times that the run was taken up again."""
     folder: str
     page: str | None
     model: str | None
@@ -66,22 +75,36 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     folder.refuse_if_used()
     if ranks := _ranks_to_launch(settings):
         return _launched(settings, ranks, folder=None, step=None, console_mode=console_mode)
-    with StopSignal() as stop:
+    with StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
         return _run(folder, wired, stop)
 
 
 def resume(
-    settings: Settings, folder: RunFolder, *, step: int | None = None, console_mode: str | None = None
+    settings: Settings,
+    folder: RunFolder,
+    *,
+    step: int | None = None,
+    console_mode: str | None = None,
+    allow_change: Sequence[str] = (),
 ) -> Summary:
-    """Goes on from the newest checkpoint, or that of `step`; `settings` are the run's own, perhaps with more steps."""
+    """Goes on from the newest checkpoint, or that of `step`; `settings` are the run's own, perhaps with more steps.
+
+    Those that make it another run may only differ where `allow_change` names them.
+    """
     if ranks := _ranks_to_launch(settings):
-        return _launched(settings, ranks, folder=str(folder.path), step=step, console_mode=console_mode)
+        job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
+        return _launched(settings, ranks, console_mode=console_mode, **job)
+    folder.allowed_changes = tuple(allow_change)
     folder.lock()
     try:
-        with StopSignal() as stop:
+        with StopSignal(settings.run.grace_s) as stop:
+            _back_off(settings, folder)
             return _run(folder, _wire(settings, folder, stop, step, console_mode), stop)
+    except (InputError, CrashLoopError):
+        folder.uncount_restart()
+        raise
     finally:
         folder.unlock()
 
@@ -135,27 +158,63 @@ def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | N
     return runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
 
 
+def _back_off(settings: Settings, folder: RunFolder) -> None:
+    """A run that dies again and again before it gets on is taken up more and more slowly, and then not any more."""
+    in_a_row = folder.count_restart()
+    if in_a_row >= settings.run.max_restarts:
+        raise CrashLoopError(
+            f"the last {in_a_row} resumes of {folder.path} ended before a commit; look at status.json and events.jsonl "
+            f"for the cause, mend it, and resume with --run.max_restarts={2 * in_a_row}"
+        )
+    time.sleep(min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2**in_a_row) if in_a_row > 1 else 0)
+
+
+async def _until_stopped(wired: Wired) -> RunState:
+    """The loop; broken off by a signal while it samples, it ends with the last whole step."""
+    with wired.watch.guarding():
+        try:
+            schedule = loop_async if wired.plan.max_lag else loop
+            return await schedule.train(wired.stages, wired.plan)
+        except RunStopped:
+            return await wired.stages.checkpoint.commit_last()
+
+
 def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     """The loop; however it ends, the status says so and the lock is gone."""
     try:
         started = time.monotonic()
-        schedule = loop_async if wired.plan.max_lag else loop
-        state = asyncio.run(schedule.train(wired.stages, wired.plan))
+        state = asyncio.run(_until_stopped(wired))
+        folder.note_progress()
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
         folder.write_status(summary.state, state.step, wired.plan.steps, summary.message)
         folder.event(summary.state, step=state.step)
         wired.reports.finish(asdict(summary))
         return summary
     except BaseException as error:
+        named = _named(error, folder)
         if wired.reports.has_started:
-            folder.fail(f"{type(error).__name__}: {error}")
-            folder.event("failed", error=type(error).__name__, message=str(error))
-            wired.reports.fail()
+            with suppress(OSError):  # the disk may be what failed
+                wired.reports.fail()
+                folder.fail(f"{type(named).__name__}: {named}")
+                folder.event("failed", error=type(named).__name__, message=str(named))
+        if named is not error:
+            raise named from error
         raise
     finally:
+        wired.watch.end()
         wired.stages.reward.close()
         wired.engine.close()
         folder.unlock()
+
+
+def _named(error: BaseException, folder: RunFolder) -> BaseException:
+    """A disk that failed is told as what it is, wherever it was met."""
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return StorageError(
+            f"{error.filename or folder.path}: {error.strerror}; the last checkpoint is untouched: make room or mend "
+            "the disk, and resume"
+        )
+    return error
 
 
 def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal, seconds: float) -> Summary:
@@ -171,6 +230,8 @@ def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal,
         accuracy_before=accuracies[0] if accuracies else None,
         accuracy_after=accuracies[-1] if len(accuracies) > 1 else None,
         skipped_steps=state.num_skipped_steps,
+        dropped_groups=state.num_dropped_groups,
+        restarts=folder.restarts,
         folder=str(folder.path),
         page=str(folder.page) if folder.page.exists() else None,
         model=str(folder.final) if is_finished else None,

@@ -1,7 +1,7 @@
 """A run is a folder: its files by name, its lock and its status.
 
-settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  report.html  rollouts/  evals/  checkpoints/
-final/
+settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
+rollouts/  evals/  checkpoints/  final/
 """
 
 import fcntl
@@ -11,6 +11,8 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.page = path / "report.html"
+        self.stacks = path / "stacks.txt"
         self._status = path / "status.json"
+        self._restarts = path / "restarts.json"
         self._lock: Any = None
+        self.allowed_changes: tuple[str, ...] = ()
+        """Settings that may differ from the checkpoint's in spite of the rules."""
 
     def refuse_if_used(self) -> None:
         """A new run needs a folder that holds nothing, so that nothing is ever overwritten."""
@@ -73,6 +79,9 @@ class RunFolder:
             raise InputError(
                 f"{self.path} is in use by {owner}; wait for it, stop it, or give another folder"
             ) from None
+        handle.seek(0)
+        if left := handle.read().strip():  # the system gave the lock back when that process died
+            self.event("stale_lock", owner=left)
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()}")
         handle.flush()
@@ -80,6 +89,8 @@ class RunFolder:
 
     def unlock(self) -> None:
         if self._lock is not None:
+            with suppress(OSError):  # a full disk: then the lock only looks stale
+                self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
@@ -93,6 +104,39 @@ class RunFolder:
     def state(self) -> str:
         """ "running", "finished", "stopped", "failed", or "" where none was written."""
         return str(self.status.get("state", ""))
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was taken up again."""
+        return self._read_restarts()["total"]
+
+    def count_restart(self) -> int:
+        """One more; returns how many in a row, this one not counted, ended before a commit."""
+        before = self._read_restarts()
+        now = {"total": before["total"] + 1, "in_a_row": before["in_a_row"] + 1}
+        write_atomically(self._restarts, json.dumps(now))
+        return before["in_a_row"]
+
+    def uncount_restart(self) -> None:
+        """The last one was refused, so it was none."""
+        before = self._read_restarts()
+        if before["total"] <= 1:
+            self._restarts.unlink(missing_ok=True)
+        else:
+            now = {"total": before["total"] - 1, "in_a_row": max(0, before["in_a_row"] - 1)}
+            write_atomically(self._restarts, json.dumps(now))
+
+    def note_progress(self) -> None:
+        """The run got on, or ended in good order: restarts in a row are counted from 0 again."""
+        before = self._read_restarts()
+        if before["in_a_row"]:
+            write_atomically(self._restarts, json.dumps({**before, "in_a_row": 0}))
+
+    def _read_restarts(self) -> dict[str, int]:
+        try:
+            return json.loads(self._restarts.read_text())
+        except (OSError, ValueError):
+            return {"total": 0, "in_a_row": 0}
 
     @property
     def status(self) -> dict[str, Any]:
@@ -128,6 +172,14 @@ class RunFolder:
     def has_event(self, kind: str) -> bool:
         """By text: the last line may have been cut off by a kill."""
         return self.events.exists() and f'"event": "{kind}"' in self.events.read_text()
+
+    def events_of(self, kind: str) -> Iterator[dict[str, Any]]:
+        """The lines of one kind; one that was cut off by a kill is passed over."""
+        for line in self.events.read_text().splitlines() if self.events.exists() else ():
+            with suppress(ValueError):
+                event = json.loads(line)
+                if event["event"] == kind:
+                    yield event
 
     def clean_up(self) -> None:
         """Removes what a killed process left half-written."""

@@ -80,6 +80,12 @@ class Run(Section):
     """Policy versions that a rollout may be behind when it is trained; from 1 on sampling runs ahead of training."""
     in_flight: bool = False
     """With max_lag: new weights reach the engine while rollouts are being written; false: they wait for those."""
+    max_stall_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds without any progress (a group, a step, a push, a commit) after which the run is given up."""
+    grace_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that a signal leaves the run to end with a commit; then its process ends as it is."""
+    max_restarts: Annotated[int, Field(ge=1)] = 20
+    """Resumes in a row that ended before a commit, after which another is refused."""
 
 
 class Lora(Section):
@@ -335,6 +341,13 @@ class CheckpointSection(Section):
     """Steps between commits; 0 commits only when the run ends."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many commits stay on disk."""
+    start_from: Path | None = None
+    """A checkpoint, or a run whose newest is taken: the run starts at step 0 with its weights alone."""
+    adapter_from: Path | None = None
+    """A LoRA folder, such as a run's final/: the adapter starts with its weights instead of none."""
+    on_checkpoint: str | None = None
+    """A shell command run after each commit, with PODIUM_RUN, PODIUM_CHECKPOINT and PODIUM_STEP in its environment;
+    the next commit waits for it, and what it fails at is only told."""
 
 
 def _plain(default: Any, is_required: bool) -> str:

@@ -5,6 +5,7 @@ take that file's options beside it; `resolve` checks them against its signature.
 key that nothing reads is an error.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from podium.sections import (
     Section,
 )
 
+SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
+SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 CHOICES = ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
 """Sections with one table whose `name` chooses a file."""
 
@@ -75,6 +78,7 @@ class Settings(Section):
         """A table that names nothing means the default: `[loss] clip_high = 0.3` is of grpo."""
         if not isinstance(tables, dict):
             return tables
+        _refuse_secrets(tables)
         for section in ("data", "reward", "report"):
             if isinstance(tables.get(section), dict):
                 raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
@@ -111,6 +115,7 @@ class Settings(Section):
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
         _refuse_idle_evaluation(self.eval)
+        _refuse_two_starts(self)
         return self
 
     def resolve(self) -> "Settings":
@@ -170,7 +175,7 @@ class Settings(Section):
 
     @property
     def plan(self) -> Plan:
-        run = self.run.model_dump(exclude={"folder", "name", "seed"})
+        run = self.run.model_dump(exclude={"folder", "name", "seed", "max_stall_s", "grace_s", "max_restarts"})
         return Plan(**run, max_refills=self.filter.max_refills or 0, retire_pass_rate=self.filter.retire_pass_rate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,6 +200,33 @@ def _refuse_idle_evaluation(given: Eval) -> None:
     for k in given.pass_at or ():
         if k > given.n:
             raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
+
+
+def _refuse_two_starts(settings: Settings) -> None:
+    given = settings.checkpoint
+    if given.start_from is not None and given.adapter_from is not None:
+        raise InputError("checkpoint.start_from and checkpoint.adapter_from both say where to start; remove one")
+    if given.adapter_from is not None and settings.model.lora is False:
+        raise InputError("checkpoint.adapter_from has no effect with model.lora = false; remove one of them")
+
+
+def _refuse_secrets(value: Any, path: tuple[str, ...] = ()) -> None:
+    """Settings are saved with the run and shown; so they hold the names of secrets, never the secrets themselves."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_secrets(inner, (*path, str(key)))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _refuse_secrets(inner, (*path, str(index)))
+    elif isinstance(value, str) and value:
+        where = ".".join(path)
+        if SECRET_KEY.search(path[-1] if path else ""):
+            raise InputError(
+                f"{where} looks like a secret, and settings are saved with the run; put it into an environment "
+                "variable and give that one's name"
+            )
+        if SECRET_URL.search(value):
+            raise InputError(f"{where} is a URL with a password in it, and settings are saved; take it out")
 
 
 def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:

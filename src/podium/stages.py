@@ -155,6 +155,10 @@ class Trainer(Protocol):
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a state, for a run that starts from another's."""
+        ...
+
     def save_model(self, folder: str) -> None:
         """Writes what a user takes away: an adapter folder or a model folder."""
         ...
@@ -176,6 +180,10 @@ class Checkpoint(Protocol):
     async def commit_if_due(self, state: RunState) -> None: ...
 
     async def commit(self, state: RunState) -> None: ...
+
+    async def commit_last(self) -> RunState:
+        """Commits the end of the last window; nothing was trained since."""
+        ...
 
     async def finish(self, state: RunState) -> None:
         """Commits a last time and writes the trained model."""

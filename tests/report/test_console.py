@@ -19,6 +19,8 @@ SUMMARY = {
     "accuracy_before": 0.25,
     "accuracy_after": 0.5,
     "skipped_steps": 0,
+    "dropped_groups": 0,
+    "restarts": 0,
     "folder": "runs/one",
     "page": "runs/one/report.html",
     "model": "runs/one/final",
@@ -200,6 +202,15 @@ GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
             [
                 *SUMMARY_LINES[:2],
                 "steps without an update: 2 (no group had signal, or no finite gradient)",
+                *SUMMARY_LINES[2:],
+            ],
+        ),
+        (
+            {"dropped_groups": 3, "restarts": 2},
+            [
+                *SUMMARY_LINES[:2],
+                "prompts that the engine failed at and that were left out: 3",
+                "taken up again: 2 times",
                 *SUMMARY_LINES[2:],
             ],
         ),

@@ -65,3 +65,61 @@ def test_an_answer_that_is_only_the_stop_token_is_legal() -> None:
 def test_a_stop_text_must_be_one_token() -> None:
     with pytest.raises(InputError, match="'ab' is 2 tokens"):
         groups(lambda request, k: ((72,), (-0.1,)), stop=["ab"])
+
+
+class Scripted(FakeEngine):
+    """Plays what a script says of each call: which answers come, in which order, and how it ends."""
+
+    def __init__(self, *calls) -> None:
+        super().__init__(lambda request, k: ((72,), (-0.1,)))
+        self._calls = iter(calls)
+
+    async def generate(self, requests, sampling):
+        script = next(self._calls)
+        answers = {answer.key: answer async for answer in super().generate(requests, sampling)}
+        for key in script:
+            if isinstance(key, Exception):
+                raise key
+            yield answers[key]
+
+
+def scripted(*calls, **options) -> tuple[list[int], list[list[int]]]:
+    """Ordinals of the groups, and of the requests of each call."""
+    engine = Scripted(*calls)
+    stage = SingleTurn(engine, FakeTokenizer(), (2,), 128, 3, 11, **options)
+
+    async def run() -> list[int]:
+        return [group.prompt.ordinal async for group in stage.start(PROMPTS)]
+
+    return asyncio.run(run()), engine.requests
+
+
+GONE = EngineError("gone")
+
+
+def test_an_engine_that_breaks_off_is_asked_again_for_what_it_owes() -> None:
+    found, requests = scripted([3, GONE], [5])
+    assert found == [3, 5]
+    assert [request.key for request in requests] == [3, 5, 5]
+    assert requests[1].seeds == requests[2].seeds  # so the same tokens
+
+
+def test_an_engine_that_leaves_prompts_unanswered_is_asked_again_and_then_given_up() -> None:
+    assert scripted([3], [], [5])[0] == [3, 5]
+    with pytest.raises(EngineError, match="left 1 prompts unanswered, such as 5"):
+        scripted([3], [], [])
+
+
+def test_an_engine_that_breaks_off_too_often_is_given_up() -> None:
+    with pytest.raises(EngineError, match="gone"):
+        scripted([GONE], max_retries=0)
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    assert scripted([3, 3, 5, 3])[0] == [3, 5]
+
+
+def test_a_prompt_that_cannot_be_answered_comes_without_rollouts_in_its_place() -> None:
+    made, engine = groups(lambda request, k: ((72,), (float("nan") if request.key == 3 else -0.1,)), max_retries=1)
+    assert [(group.prompt.ordinal, len(group.rollouts), group.num_retries) for group in made] == [(3, 0, 1), (5, 3, 0)]
+    assert [request.key for request in engine.requests] == [3, 3, 5]

@@ -6,7 +6,7 @@ a second copy; the two differ only in what is laid over them (the twin has no Lo
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from podium.errors import InputError
+from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.forward import head_weight
 from podium.model.hub import hub_is_reachable
@@ -65,6 +65,31 @@ class Policy:
                 setattr(module, name, torch.nn.Parameter(own, requires_grad=False))
         self.twin.tie_weights()
 
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The adapter's, or all; their names are those of a checkpoint."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def load_trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a checkpoint, which must be those that this model trains."""
+        own = self.trained_parameters()
+        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
+        mine = {name: parameter.shape for name, parameter in own.items()}
+        refuse_other_weights(saved, mine)
+        for name, parameter in own.items():
+            parameter.copy_(tensors[f"weights.{name}"])
+
+    def save(self, folder: str, *, merge: bool = False) -> None:
+        """What a user takes away: a model folder, or an adapter folder unless it is to be merged into its base, which
+        leaves this policy without one."""
+        if self.peft is None or merge:
+            model = self.model if self.peft is None else self.peft.merge_and_unload()
+            model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+        else:
+            self.peft.save_pretrained(folder)
+            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What an engine takes over, by the names of `named_trained`."""
         return ((name, parameter.detach()) for name, parameter in self.named_trained())
@@ -78,6 +103,13 @@ class Policy:
             if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
                 yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,misc]
                 yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
+
+
+def refuse_other_weights(saved: Mapping[str, torch.Size], mine: Mapping[str, torch.Size]) -> None:
+    """Shapes by name: a checkpoint's and a model's."""
+    if saved != mine:
+        other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
+        raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
 
 
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:

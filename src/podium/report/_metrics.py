@@ -27,6 +27,8 @@ def step_metrics(
         **rollout_metrics("rollout", groups),
         **({"rollout/tokens_per_s": tokens / seconds["engine"]} if seconds.get("engine") else {}),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
+        "rollout/retries": float(sum(group.num_retries for group in groups)),
+        "rollout/dropped_groups": float(sum(not group.rollouts for group in groups)),
         "batch/kept_ratio": len(kept) / min(step.prompts_per_step, len(groups)),
         "batch/drawn": float(len(groups)),
         "batch/refills": float(step.num_refills),
@@ -74,8 +76,8 @@ def rollout_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     return {
-        f"{prefix}/length_mean": fmean(lengths),
-        f"{prefix}/length_max": float(max(lengths)),
+        f"{prefix}/length_mean": _mean(lengths),
+        f"{prefix}/length_max": float(max(lengths, default=0)),
         f"{prefix}/stop_rate": _mean(float(rollout.finish_reason == "stop") for rollout in rollouts),
         f"{prefix}/truncated_share": _mean(float(rollout.finish_reason == "length") for rollout in rollouts),
     }
@@ -93,7 +95,7 @@ def pack_metrics(kept: Sequence[Group], trained: Mapping[str, float], max_tokens
 def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Versions between the weights that wrote a rollout's first token and those that it then trained."""
     lags = [version - rollout.policy_version_min for group in groups for rollout in group.rollouts]
-    return {"version/lag_mean": fmean(lags), "version/lag_max": float(max(lags))}
+    return {"version/lag_mean": _mean(lags), "version/lag_max": float(max(lags, default=0))}
 
 
 def queue_metrics(queues: Queues | None) -> dict[str, float]:

@@ -87,7 +87,9 @@ class Scoring:
         self._check_share(step)
 
     async def score(self, group: Group) -> Group:
-        """The group with rewards, their parts and what failed."""
+        """The group with rewards, their parts and what failed; one without rollouts has nothing to score."""
+        if not group.rollouts:
+            return group
         started = time.monotonic()
         rewards = self.rewards_of(group.prompt.reward)
         encoded = encode_group(group) if any(reward.timeout_s is not None for reward in rewards) else None

@@ -36,28 +36,57 @@ class SingleTurn:
         top_p: Annotated[float, Field(gt=0, le=1)] | None = None,
         stop: Annotated[list[str], Field(description="texts of one token each that end an answer too")] = [],  # noqa: B006
         system: Annotated[str | None, Field(description="system message put before every prompt")] = None,
+        max_retries: Annotated[
+            int, Field(ge=0, description="times that a prompt is sent again after an engine failed at it")
+        ] = 2,
     ) -> None:
         self._engine, self._tokenizer, self._vocabulary = engine, tokenizer, vocabulary
         self._rollouts_per_prompt, self._seed, self._purpose = rollouts_per_prompt, seed, purpose
+        self._max_retries = max_retries
         extra = [_single_id(tokenizer, text) for text in stop]
         self._sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(sorted({*stop_ids, *extra})))
 
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        by_ordinal = {prompt.ordinal: prompt for prompt in prompts}
-        requests = [
-            Request(
-                prompt.ordinal,
-                prompt.token_ids,
-                tuple(
-                    rollout_seed(self._seed, self._purpose, prompt.ordinal, k) for k in range(self._rollouts_per_prompt)
-                ),
-            )
-            for prompt in prompts
-        ]
-        seeds = {request.key: request.seeds for request in requests}
-        async for answer in self._engine.generate(requests, self._sampling):
-            check_answer(answer, self._rollouts_per_prompt, self._sampling, self._vocabulary)
-            yield Group(by_ordinal[answer.key], self._rollouts(answer, seeds[answer.key]))
+        """An engine that breaks off is asked again for what it owes. If it cannot answer one prompt, that group comes
+        without rollouts: it is never trained, and counted. If it can answer none, the run ends."""
+        waiting = {prompt.ordinal: prompt for prompt in prompts}
+        breaks, complaints = 0, []
+        while waiting:
+            try:
+                asked = [self._request(prompt) for prompt in waiting.values()]
+                async for answer in self._engine.generate(asked, self._sampling):
+                    if answer.key in waiting:  # an answer that comes twice counts once
+                        group, complaint = await self._group(waiting.pop(answer.key), answer)
+                        complaints += [complaint] if complaint else []
+                        yield group
+                if waiting:
+                    raise EngineError(f"the engine left {len(waiting)} prompts unanswered, such as {min(waiting)}")
+            except EngineError:
+                breaks += 1
+                if breaks > self._max_retries:
+                    raise
+        if prompts and len(complaints) == len(prompts):
+            raise EngineError(f"no answer of the engine can be used: {complaints[0]}")
+
+    def _request(self, prompt: Prompt) -> Request:
+        return Request(prompt.ordinal, prompt.token_ids, self._seeds(prompt))
+
+    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
+        indices = range(self._rollouts_per_prompt)
+        return tuple(rollout_seed(self._seed, self._purpose, prompt.ordinal, k) for k in indices)
+
+    async def _group(self, prompt: Prompt, answer: Answer) -> tuple[Group, str | None]:
+        """The group, whole or without rollouts; with a complaint if it is the latter."""
+        for retries in range(self._max_retries + 1):
+            try:
+                check_answer(answer, self._rollouts_per_prompt, self._sampling, self._vocabulary)
+                return Group(prompt, self._rollouts(answer, self._seeds(prompt)), num_retries=retries), None
+            except EngineError as error:
+                complaint = str(error)
+            if retries < self._max_retries:
+                async for again in self._engine.generate([self._request(prompt)], self._sampling):
+                    answer = again
+        return Group(prompt, (), num_retries=self._max_retries), complaint
 
     def _rollouts(self, answer: Answer, seeds: tuple[int, ...]) -> tuple[Rollout, ...]:
         return tuple(

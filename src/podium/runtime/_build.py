@@ -28,6 +28,7 @@ from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
+from podium.runtime._watch import Watch
 from podium.sections import CorrectionSection, DataSource, Reward
 from podium.settings import Settings
 from podium.stages import Engine, Stages
@@ -48,6 +49,7 @@ class Wired:
     plan: Plan
     reports: Reports
     ledger: Ledger
+    watch: Watch
 
 
 def check_trainer(settings: Settings) -> None:

@@ -20,8 +20,11 @@ class LoggedRollout:
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
         self._folder.event("sampling", ordinals=[prompt.ordinal for prompt in prompts])
         async for group in self._rollout.start(prompts):
-            newest = max(rollout.policy_version_max for rollout in group.rollouts)
-            self._folder.event("group", ordinal=group.prompt.ordinal, policy_version=[group.oldest_version, newest])
+            if group.rollouts:
+                newest = max(rollout.policy_version_max for rollout in group.rollouts)
+                self._folder.event("group", ordinal=group.prompt.ordinal, policy_version=[group.oldest_version, newest])
+            else:
+                self._folder.event("dropped_group", ordinal=group.prompt.ordinal, retries=group.num_retries)
             yield group
 
 

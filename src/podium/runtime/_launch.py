@@ -92,7 +92,8 @@ def _lead(result: Path, job: dict[str, Any], settings: Any) -> int:
             summary = train(settings, console_mode=job["console_mode"])
         else:
             folder = RunFolder.open(Path(job["folder"]))
-            summary = resume(settings, folder, step=job["step"], console_mode=job["console_mode"])
+            others = {"step": job["step"], "console_mode": job["console_mode"], "allow_change": job["allow_change"]}
+            summary = resume(settings, folder, **others)
         written = {"summary": asdict(summary)}
     except PodiumError as error:
         written, code = {"error": type(error).__name__, "message": str(error)}, 1

@@ -126,6 +126,10 @@ class RankedTrainer:
         with self._line.order("load_state", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
             self._trainer.load_state(tensors)
 
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._line.order("start_from", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
+            self._trainer.load_weights(tensors)
+
     def save_model(self, folder: str) -> None:
         with self._line.order("weights"):
             self._trainer.save_model(folder)
@@ -206,6 +210,8 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
         trainer.state()
     elif name == "load_state":
         trainer.load_state(wire.tensors_from_bytes(content))
+    elif name == "start_from":
+        trainer.load_weights(wire.tensors_from_bytes(content))
     else:
         assert engine is not None
         await _obey_engine(name, content, line, trainer, engine)

@@ -1,4 +1,5 @@
-"""SIGINT and SIGTERM ask the run to end at the next safe point; a second one ends it at once."""
+"""SIGINT and SIGTERM ask the run to end at the next safe point; a second one, or the end of the grace time, ends it at
+once. Nothing is lost by that but what was not committed yet."""
 
 import os
 import signal
@@ -8,12 +9,14 @@ from types import FrameType
 
 
 class StopSignal:
-    """Context manager; `requested` is asked by the loop after each window."""
+    """Context manager; `requested` is asked by the loop. `grace_s`: seconds that the run is given to end by itself."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float) -> None:
         self.number: int | None = None
+        self._grace_s = grace_s
+        self._over = threading.Event()
 
     def requested(self) -> bool:
         return self.number is not None
@@ -25,13 +28,23 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.number is not None:
-            sys.stdout.write("\x1b[?25h" if sys.stdout.isatty() else "")  # the live table hides the cursor
-            sys.stdout.flush()
-            os._exit(128 + number)
+            self._leave(number)
         self.number = number
         os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")
+        threading.Thread(target=self._wait_and_leave, args=(number,), name="grace", daemon=True).start()
+
+    def _wait_and_leave(self, number: int) -> None:
+        if not self._over.wait(self._grace_s):
+            os.write(2, b"podium: run.grace_s is over; what was committed stays\n")
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # the live table hides the cursor
+        os._exit(128 + number)

@@ -6,14 +6,12 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field
 
-from podium.checkpoint import FolderCheckpoint
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.model.load import load_policy
 from podium.report._card import run_card
 from podium.report._fanout import Reports
 from podium.report._pieces import Pieces, piece_decoder
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -31,9 +29,12 @@ from podium.runtime._build import (
 from podium.runtime._core import check_ranks, make_core
 from podium.runtime._engine import TrainsAlone, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
+from podium.runtime._keep import build_checkpoint, check_space, check_start
 from podium.runtime._memory import memory_plan
 from podium.runtime._ranks import join
 from podium.runtime._reports import build_reports, check_reports
+from podium.runtime._stop import stoppable
+from podium.runtime._watch import Watch, watched
 from podium.settings import Settings
 from podium.stages import Stages, Trainer
 
@@ -51,6 +52,7 @@ def local(
     check_ranks(settings, ranks)
     check_rewards(settings)
     check_trainer(settings)
+    check_start(settings)
     check_reports(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
@@ -60,9 +62,10 @@ def local(
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
     memory = memory_plan(settings, policy, max(data.lengths))
+    check_space(settings, folder, memory)
     trainer, engine = make_core(settings, policy, plan, memory, join() if ranks > 1 else None, folder.event)
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
-    ledger = Ledger(folder)
+    ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
     every_report = build_reports(settings, folder, ledger, console_mode, pieces)
     card = run_card(settings.to_dict(), folder.path, plan.steps)
@@ -78,9 +81,7 @@ def local(
         pack=build_pack(settings, memory, ranks),
         trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
-        checkpoint=FolderCheckpoint(
-            folder, trainer, ledger, data.fingerprint, **settings.checkpoint.model_dump(), step=step, warn=to_terminal
-        ),
+        checkpoint=build_checkpoint(settings, folder, policy, trainer, ledger, data, step),
         report=reports,
         evaluation=HeldOut(
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
@@ -91,8 +92,9 @@ def local(
             reports.evaluated,
             settings.eval.ks,
             held_out.tables if held_out else None,
+            watch.at,
         ),
         stop_requested=stop_requested,
         event=folder.event,
     )
-    return Wired(stages, engine, plan, reports, ledger)
+    return Wired(stoppable(watched(stages, watch), plan), engine, plan, reports, ledger, watch)

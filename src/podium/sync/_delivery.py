@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from podium.model.device_thread import on_device_thread
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
 from podium.stages import Engine, Trainer
+from podium.sync._guard import check_finite
 from podium.sync._probe import check_parity
 
 KEPT_FOLDERS = 2
@@ -35,6 +37,7 @@ class Delivery:
         async with self._lock:
             if self.engine.policy_version == version:
                 return
+            await on_device_thread(check_finite, self.trainer.weights(), f"before the push of policy version {version}")
             await carry(version)
             await check_parity(self.trainer, self.engine, self.probe, version, self.tolerance)
 

@@ -169,17 +169,23 @@ class Deepspeed(Single):
                 tensors[f"optimizer.{name}.step"] = steps[0].float()
         return tensors
 
-    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    def _put_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
 
-        counts = [value for key, value in tensors.items() if key.startswith("optimizer.") and key.endswith(".step")]
-        if counts:
-            self._make_room(float(counts[0]))
         for name, parameter in self._parameters.items():
             whole = tensors[f"weights.{name}"].to(self._policy.device)
             with self._gathered(parameter, modifier=0):
                 parameter.data.copy_(whole)
             safe_set_full_fp32_param(parameter, whole)
+
+    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        counts = [value for key, value in tensors.items() if key.startswith("optimizer.") and key.endswith(".step")]
+        if counts:
+            self._make_room(float(counts[0]))
+        self._put_weights(tensors)
+        for name, parameter in self._parameters.items():
             for slot in SLOTS:
                 if (saved := tensors.get(f"optimizer.{name}.{slot}")) is not None:
                     safe_set_full_optimizer_state(parameter, saved.to(self._policy.device), slot)

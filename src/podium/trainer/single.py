@@ -9,18 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from podium.errors import CheckpointError
 from podium.model.device_thread import on_device_thread
 from podium.model.forward import Placed, batch_of, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
-from podium.model.load import Policy
+from podium.model.load import Policy, refuse_other_weights
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
@@ -80,7 +78,7 @@ class Single:
         self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = policy.trained_parameters()
         self._optimizer: Any = make_optimizer(
             self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay
         )
@@ -116,13 +114,14 @@ class Single:
         tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
         return {name: self._whole(t.detach()).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a state, and nothing else of it."""
+        self._check_shapes(tensors)
+        self._put_weights(tensors)
+
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
-        mine = {name: self._shape(parameter) for name, parameter in self._parameters.items()}
-        if saved != mine:
-            other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
-            raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
+        self._check_shapes(tensors)
         self._load_trained_state(tensors)
         if self._reference:
             self._reference.load_state(tensors, self._part_for)
@@ -131,22 +130,26 @@ class Single:
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
-        if self._policy.peft is None:
-            self._model.save_pretrained(folder)
-            self._policy.tokenizer.save_pretrained(folder)
-        else:
-            self._policy.peft.save_pretrained(folder)
-            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        self._policy.save(folder)
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
         """What is trained and what the optimizer keeps of it, by name."""
         weights = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         return weights | dict(optimizer_state(self._optimizer, self._parameters))
 
-    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    @torch.no_grad()
+    def _put_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
+
+    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._put_weights(tensors)
         load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
+
+    def _check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a state are those that this model trains."""
+        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
+        refuse_other_weights(saved, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
 
     def _spread_weights(self) -> None:
         """Before the optimizer is made; here every rank keeps them whole."""

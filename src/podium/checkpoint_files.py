@@ -1,0 +1,157 @@
+"""One checkpoint on disk: how it is written, proven, listed and read.
+
+A folder with weights, optimizer and random states (`trainer.safetensors`), where the run and its ledger stand
+(`state.json`), the settings it ran with (`settings.toml`) and the length and sha256 of each (`manifest.json`). It is
+written beside its place, flushed to disk and renamed; so there is either a whole checkpoint or none. Tensors and JSON
+only: nothing in it can be executed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from podium.errors import CheckpointError
+
+FORMAT = 2
+"""2 added the settings and the number of restarts; 1 had neither."""
+MANIFEST, STATE, TENSORS, SETTINGS = "manifest.json", "state.json", "trainer.safetensors", "settings.toml"
+
+
+def write_checkpoint(
+    place: Path, tensors: Mapping[str, Any], saved: Mapping[str, Any], settings: str, others: Iterable[Path]
+) -> int:
+    """Writes all of it and returns its bytes. `others`: files outside it that it counts on, flushed before it is there.
+
+    Order matters to a power cut: every file, then the folder that names them, then the new name.
+    """
+    unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        save_file(dict(tensors), unfinished / TENSORS)
+        (unfinished / STATE).write_text(json.dumps({"format": FORMAT, **saved}))
+        (unfinished / SETTINGS).write_text(settings)
+        described = {name: describe_file(unfinished / name) for name in (SETTINGS, STATE, TENSORS)}
+        (unfinished / MANIFEST).write_text(_manifest_text(described))
+        for path in (*sorted(unfinished.iterdir()), unfinished, *others):
+            flush(path)
+        unfinished.rename(place)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    flush(place.parent)
+    flush(place.parent.parent)  # the first time, `checkpoints/` itself is new
+    return sum(file["bytes"] for file in described.values())
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. A file that is there and cannot be read is an error, not damage."""
+    try:
+        text = (checkpoint / MANIFEST).read_text()
+        files = json.loads(text)
+        if not {STATE, TENSORS} <= set(files) or text != _manifest_text(files):
+            return f"{MANIFEST} does not list the files that a checkpoint has"
+        for name, expected in files.items():
+            if describe_file(checkpoint / name) != expected:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error.strerror}; mend the disk or its rights") from None
+    except (ValueError, AttributeError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def find_difference(checkpoint: Path, tensors: Mapping[str, Any]) -> str | None:
+    """What is not on disk as it was meant, or None. For one just written, while the tensors are still at hand:
+    comparing takes a fraction of the time of hashing again."""
+    files = json.loads((checkpoint / MANIFEST).read_text())
+    for name in (STATE, SETTINGS):
+        if describe_file(checkpoint / name) != files[name]:
+            return f"{name} is not what was written"
+    if (checkpoint / TENSORS).stat().st_size != files[TENSORS]["bytes"]:
+        return f"{TENSORS} is not as long as it was written"
+    found = read_tensors(checkpoint)
+    if found.keys() != tensors.keys():
+        return f"{TENSORS} holds other tensors than were written"
+    for name, tensor in tensors.items():
+        same_kind = (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        if not same_kind or not torch.equal(_bits(found[name]), _bits(tensor)):
+            return f"{name} in {TENSORS} is not what was written"
+    return None
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, where a NaN equals itself and −0 is not 0."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.reshape(-1).view(integers[tensor.element_size()])
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `state.json` holds, in today's format."""
+    saved = json.loads((checkpoint / STATE).read_text())
+    if not 1 <= saved["format"] <= FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} has format {saved['format']}; this version of Podium reads formats 1 to {FORMAT}: "
+            "use the version that wrote it, or a newer one"
+        )
+    if saved["format"] == 1:
+        saved |= {"restarts": 0}
+    return saved
+
+
+def read_settings(checkpoint: Path) -> str | None:
+    """The text of the settings it was written with; None in format 1, which kept none."""
+    path = checkpoint / SETTINGS
+    return path.read_text() if path.exists() else None
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return load_file(checkpoint / TENSORS)
+    except SafetensorError as error:
+        raise CheckpointError(f"{checkpoint}: {TENSORS} holds no tensors: {error}") from None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """By step. A folder that cannot be read is an error, never "no checkpoints"."""
+    if not folder.exists():
+        return []
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+    steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+    return [folder / f"step-{step:06d}" for step in steps]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def flush(path: Path) -> None:
+    """Until this returns, a power cut may lose the file or the folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _manifest_text(files: Mapping[str, Any]) -> str:
+    """One spelling only, so that no byte of it can change unseen."""
+    return json.dumps(files, indent=1)

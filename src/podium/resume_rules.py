@@ -1,0 +1,128 @@
+"""What may change when a run is taken up again: every setting is of one of three classes.
+
+free: the run is the same one, longer or told differently. warn: it is the same run, and no longer bit for bit what it
+would have been. refuse: it would be another run; `--allow-change KEY` insists.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+from podium.errors import InputError
+from podium.settings import Settings
+
+Class = Literal["free", "warn", "refuse"]
+
+CLASSES: dict[str, Class] = {
+    "run.folder": "refuse",
+    "run.name": "free",
+    "run.steps": "free",
+    "run.epochs": "free",
+    "run.seed": "refuse",
+    "run.prompts_per_step": "refuse",
+    "run.rollouts_per_prompt": "refuse",
+    "run.max_skipped_steps": "free",
+    "run.sync_every": "refuse",
+    "run.max_lag": "refuse",
+    "run.in_flight": "refuse",
+    "run.max_stall_s": "free",
+    "run.grace_s": "free",
+    "run.max_restarts": "free",
+    "model.name": "refuse",
+    "model.dtype": "refuse",
+    "model.device": "warn",
+    "model.lora": "refuse",
+    "model.reference": "refuse",
+    "model.trust_remote_code": "refuse",
+    "data": "refuse",
+    "rollout": "refuse",
+    "rollout.max_retries": "free",
+    "engine": "warn",
+    "reward": "refuse",
+    "reward.timeout_s": "warn",
+    "scoring.max_failed_share": "free",
+    "scoring.scale": "refuse",
+    "scoring.remap": "refuse",
+    "scoring.non_stop_penalty": "refuse",
+    "scoring.workers": "free",
+    "scoring.worker_memory_mb": "warn",
+    "filter.drop_no_signal": "warn",
+    "filter.truncated": "warn",
+    "filter.accept": "warn",
+    "filter.refill": "warn",
+    "filter.max_refills": "warn",
+    "filter.retire_pass_rate": "warn",
+    "advantage": "refuse",
+    "pack.max_tokens_per_batch": "warn",
+    "pack.shared_prefix": "warn",
+    "loss": "refuse",
+    "trainer": "warn",
+    "trainer.name": "refuse",
+    "trainer.optimizer": "refuse",
+    "trainer.epochs_per_batch": "refuse",
+    "trainer.minibatches_per_step": "refuse",
+    "sync": "warn",
+    "checkpoint.every": "free",
+    "checkpoint.keep": "free",
+    "checkpoint.start_from": "refuse",
+    "checkpoint.adapter_from": "refuse",
+    "checkpoint.on_checkpoint": "free",
+    "eval": "free",
+    "report": "free",
+    "runtime": "warn",
+}
+"""Setting → class. A section's own name stands for the settings of it that are not listed: the options of a choice,
+which are that file's business, and tables within a table."""
+
+
+def class_of(key: str) -> Class | None:
+    """Of a dotted key such as `data.0.path`; the nearest listed name above it counts."""
+    parts = [part for part in key.split(".") if not part.isdigit()]
+    for length in range(len(parts), 0, -1):
+        if found := CLASSES.get(".".join(parts[:length])):
+            return found
+    return None
+
+
+def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (old, new) of every setting that differs; None where there is none."""
+    old, new = dict(_flat(before.to_dict())), dict(_flat(after.to_dict()))
+    return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
+
+
+def check_changes(before: Settings, after: Settings, allowed: Collection[str] = ()) -> list[str]:
+    """Warnings for people; a change that makes it another run is an `InputError` unless it is `allowed`."""
+    warnings = []
+    for key, (old, new) in changes(before, after).items():
+        found = class_of(key)
+        if found != "free" and not _is_allowed(key, allowed):
+            if found != "warn":
+                raise InputError(
+                    f"{key} cannot change on resume: the run would no longer be the same one. "
+                    f"Free: {', '.join(_free())}; to insist, add --allow-change {key}"
+                )
+            warnings.append(f"warning: {key} changes from {old!r} to {new!r}: from here on it is not the run it was")
+    return warnings
+
+
+def _is_allowed(key: str, allowed: Collection[str]) -> bool:
+    """By its own name, by that of a table around it, or by the choice whose option it is."""
+    section = key.partition(".")[0]
+    return any(key == name or key.startswith(f"{name}.") or name == f"{section}.name" for name in allowed)
+
+
+def _free() -> list[str]:
+    return [key if "." in key else f"{key}.*" for key, found in CLASSES.items() if found == "free"]
+
+
+def _flat(tables: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested tables by dotted key; an empty table counts as a leaf."""
+    inner = tables.items() if isinstance(tables, Mapping) else enumerate(tables) if _is_list_of_tables(tables) else None
+    if inner is None or not tables:
+        yield ".".join(path), tables
+        return
+    for key, value in inner:
+        yield from _flat(value, (*path, str(key)))
+
+
+def _is_list_of_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

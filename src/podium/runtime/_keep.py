@@ -1,0 +1,178 @@
+"""What a runtime adds to checkpoints: weights to start from, room on the disk, settings that may change, a command."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from podium.checkpoint import FolderCheckpoint, Hooks, newest_checkpoint
+from podium.checkpoint_files import read_tensors
+from podium.data._order import OrderedData
+from podium.errors import CheckpointError, InputError, WeightsError
+from podium.ledger import Ledger
+from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
+from podium.model.load import Policy
+from podium.report.console import to_terminal
+from podium.resume_rules import changes, check_changes
+from podium.run_folder import RunFolder
+from podium.runtime._memory import MemoryPlan
+from podium.settings import Settings
+
+COMMAND_S = 600.0
+"""Seconds that `checkpoint.on_checkpoint` may take."""
+GUARDED = """
+exec 3<&0
+/bin/sh -c "$1" </dev/null 3<&- &
+command=$!
+(read -r line <&3; kill -KILL 0) &
+guard=$!
+wait $command
+code=$?
+kill -KILL $guard
+exit $code
+"""
+"""A shell that runs a command, and beside it one that kills their whole process group when its input ends."""
+
+
+def build_checkpoint(
+    settings: Settings,
+    folder: RunFolder,
+    policy: Policy,
+    trainer: Any,
+    ledger: Ledger,
+    data: OrderedData,
+    step: int | None,
+) -> FolderCheckpoint:
+    """`step` names the checkpoint to go on from."""
+    if settings.run.sync_every == 0:
+        load_start(settings, policy, trainer)  # the engine is given them before a checkpoint is restored
+    hooks = _hooks(settings, folder, lambda: load_start(settings, policy, trainer))
+    given = settings.checkpoint
+    wiring = (folder, trainer, ledger, data.fingerprint, settings.to_toml())
+    return FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)
+
+
+def _hooks(settings: Settings, folder: RunFolder, begin: Callable[[], None]) -> Hooks:
+    """`begin` gives the trainer the weights that a new run starts from."""
+    command = settings.checkpoint.on_checkpoint
+
+    def accept(text: str) -> None:
+        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder)
+
+    def committed(place: Path, step: int) -> None:
+        if command is not None:
+            _run_command(command, folder, place, step)
+
+    return Hooks(begin, accept, committed, to_terminal)
+
+
+def _accept_settings(before: Settings, after: Settings, folder: RunFolder) -> None:
+    """The settings of the checkpoint against today's, which also finds a settings.toml that was edited by hand.
+
+    A change that was accepted once stays so until a checkpoint has it.
+    """
+    accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
+    check_changes(before, after, {*folder.allowed_changes, *accepted})
+    if new := [key for key in changes(before, after) if key not in accepted]:
+        folder.event("changed", keys=new)
+
+
+def check_start(settings: Settings) -> None:
+    """That what a run starts from is there, before a model is loaded."""
+    given = settings.checkpoint
+    if given.start_from is not None:
+        _named("checkpoint.start_from", given.start_from, newest_checkpoint)
+    if given.adapter_from is not None:
+        _named("checkpoint.adapter_from", given.adapter_from, _adapter_config)
+
+
+def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
+    """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new."""
+    given = settings.checkpoint
+    if given.start_from is not None:
+        _named(
+            "checkpoint.start_from",
+            given.start_from,
+            lambda place: trainer.load_weights(read_tensors(newest_checkpoint(place))),
+        )
+    if given.adapter_from is not None:
+        _named("checkpoint.adapter_from", given.adapter_from, lambda folder: _load_adapter(policy, folder))
+
+
+def _named(key: str, path: Path, read: Callable[[Path], Any]) -> Any:
+    """What is wrong with a folder is the user's to mend, and the message names the setting."""
+    try:
+        return read(path.expanduser())
+    except (OSError, ValueError, CheckpointError, WeightsError, SafetensorError) as error:
+        raise InputError(f"{key} = {str(path)!r}: {error}") from None
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    if not (folder / "adapter_config.json").is_file() or not (folder / "adapter_model.safetensors").is_file():
+        raise InputError("no LoRA folder: it needs adapter_config.json and adapter_model.safetensors")
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@torch.no_grad()
+def _load_adapter(policy: Policy, folder: Path) -> None:
+    """Only tensors are read; the adapter's shape and scale are those of the settings and must agree."""
+    given, mine = _adapter_config(folder), policy.peft.peft_config["default"]
+    for key, name in (("r", "r"), ("lora_alpha", "alpha")):
+        if given.get(key) != getattr(mine, key):
+            raise InputError(f"it has {key} = {given.get(key)}; set model.lora.{name} to that")
+    own = dict(policy.named_weights())
+    found = load_file(folder / "adapter_model.safetensors")
+    found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
+    check_weights(found, own, folder.name)
+    for name, tensor in own.items():
+        tensor.copy_(found[name])
+
+
+def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> None:
+    """Room for the checkpoints that are kept, one more while it is written, and the trained model."""
+    moving = memory.reference if settings.model.reference not in (None, "initial") else 0
+    each = memory.trained + memory.optimizer + moving
+    needed = each * (settings.checkpoint.keep + 1) + memory.trained
+    place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise InputError(
+            f"run.folder = {str(folder.path)!r}: {settings.checkpoint.keep} checkpoints of {each / 1e9:.3g} GB and one "
+            f"more while it is written need {needed / 1e9:.3g} GB, the disk has {free / 1e9:.3g} GB free; "
+            "make room, lower checkpoint.keep, or give another folder"
+        )
+
+
+def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
+    """It cannot stop the run: what fails is told and noted."""
+    environment = {"PODIUM_RUN": str(folder.path), "PODIUM_CHECKPOINT": str(place), "PODIUM_STEP": str(step)}
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", GUARDED, "sh", command],
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,  # never written to: it ends when this process does, however that ends
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=COMMAND_S)
+        code = None
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+    folder.event("on_checkpoint", step=step, exit_code=code)
+    if code != 0:
+        ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
+        to_terminal(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
