@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from podium.checkpoint import find_damage
+from podium.checkpoint_files import find_damage, read_tensors
 from podium.errors import CheckpointError, InputError, ParityError
 from podium.model.forward import head_weight
 from podium.model.load import Policy, load_policy
@@ -51,7 +50,7 @@ def export(target: str, out: Path, *, merge: bool = False, step: int | None = No
     if merge and policy.peft is None:
         raise InputError(f"--merge has no effect: {target} trained every weight, so there is no adapter; leave it out")
     if step is not None and trained.run is not None:
-        _load_checkpoint(policy, _checkpoint(trained.run, step))
+        policy.load_trained(read_tensors(_checkpoint(trained.run, step)))
     unfinished = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         gap = _write(policy, section, unfinished, merge)
@@ -86,16 +85,6 @@ def _checkpoint(run: RunFolder, step: int) -> Path:
     if complaint := find_damage(place):
         raise CheckpointError(f"{place} is damaged: {complaint}")
     return place
-
-
-@torch.no_grad()
-def _load_checkpoint(policy: Policy, place: Path) -> None:
-    tensors = load_file(place / "trainer.safetensors")
-    trained = {name: parameter for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
-    if missing := [name for name in trained if f"weights.{name}" not in tensors]:
-        raise CheckpointError(f"{place} holds other weights than this model trains: {missing[0]} is missing")
-    for name, parameter in trained.items():
-        parameter.copy_(tensors[f"weights.{name}"])
 
 
 def _write(policy: Policy, section: Model, folder: Path, merge: bool) -> float | None:

@@ -79,12 +79,10 @@ class Policy:
         for name, parameter in own.items():
             parameter.copy_(tensors[f"weights.{name}"])
 
-    def save(self, folder: str, *, merge: bool = False) -> None:
-        """What a user takes away: a model folder, or an adapter folder unless it is to be merged into its base, which
-        leaves this policy without one."""
-        if self.peft is None or merge:
-            model = self.model if self.peft is None else self.peft.merge_and_unload()
-            model.save_pretrained(folder)
+    def save(self, folder: str) -> None:
+        """What a user takes away: a model folder, or an adapter folder."""
+        if self.peft is None:
+            self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         else:
             self.peft.save_pretrained(folder)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from podium.errors import InputError
 from podium.model.forward import Placed, policy_logprobs
-from podium.model.handoff import write_adapter
+from podium.model.handoff import save_gathered
 from podium.model.load import Policy
 from podium.records import ReferenceSettings
 from podium.stages import Loss
@@ -124,7 +124,8 @@ class Deepspeed(Single):
         if not parts:  # offloaded
             from deepspeed.utils import safe_get_full_grad
 
-            return math.sqrt(sum(float((safe_get_full_grad(p) ** 2).sum()) for p in self._parameters.values()))
+            whole: list[Any] = [safe_get_full_grad(parameter) for parameter in self._parameters.values()]
+            return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole))
         squares = torch.stack([part.double().square().sum() for part in parts]).sum()
         return math.sqrt(float(sum_over_ranks(squares)))
 
@@ -142,12 +143,7 @@ class Deepspeed(Single):
                 yield name, parameter.detach().clone() if self._zero == 3 else parameter.detach()
 
     def save_model(self, folder: str) -> None:
-        weights = dict(self.weights())
-        if self._policy.peft is None:
-            self._model.save_pretrained(folder, state_dict=weights)
-            self._policy.tokenizer.save_pretrained(folder)
-        else:
-            write_adapter(Path(folder), self._policy.peft.peft_config["default"], weights.items())
+        save_gathered(Path(folder), self._policy, self.weights())
 
     def _gathered(self, parameter: torch.nn.Parameter, modifier: int | None = None) -> Any:
         from deepspeed.runtime.zero import GatheredParameters
@@ -161,7 +157,7 @@ class Deepspeed(Single):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         steps = self._step_counts()
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Any] = {}
         for name, parameter in self._parameters.items():
             tensors[f"weights.{name}"] = safe_get_full_fp32_param(parameter)
             if steps:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from podium.errors import InputError
 from podium.model.forward import Placed, policy_logprobs
-from podium.model.handoff import write_adapter
+from podium.model.handoff import save_gathered
 from podium.trainer.single import Single
 
 
@@ -46,12 +46,7 @@ class Fsdp(Single):
         return model.policy_logprobs(placed, self._compute_dtype)
 
     def save_model(self, folder: str) -> None:
-        weights = dict(self.weights())
-        if self._policy.peft is None:
-            self._model.save_pretrained(folder, state_dict=weights)
-            self._policy.tokenizer.save_pretrained(folder)
-        else:
-            write_adapter(Path(folder), self._policy.peft.peft_config["default"], weights.items())
+        save_gathered(Path(folder), self._policy, self.weights())
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
