@@ -3,6 +3,7 @@
     POST /generate        prompts in, answers out; `stream`: a line of JSON a prompt, as soon as it is whole
     POST /score           logprobs of given tokens
     POST /reload_weights  a published folder under the root becomes what is served
+    POST /join_transfer /receive_weights  weights from GPU to GPU (transfer.py)
     POST /claim /release  which run owns the weights
     GET  /info /metrics /health
     /v1/…                 OpenAI's protocol (openai.py)
@@ -31,6 +32,7 @@ from podium.server.metrics import Metrics
 from podium.server.openai import OpenAi
 from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
+from podium.server.transfer import Transfer, transfer_ranks
 from podium.server.waiting import unless_gone
 from podium.server.wire import (
     ClaimBody,
@@ -61,6 +63,7 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     app.post("/reload_weights")(routes.reload_weights)
     app.post("/claim")(routes.claim)
     app.post("/release")(routes.release)
+    Transfer(served).add_to(app)
     OpenAi(served, model_name, lambda: routes.max_context_tokens, routes.count).add_to(app)
     app.exception_handler(Refusal)(_refused)
     app.exception_handler(HTTPException)(_http_error)
@@ -90,6 +93,7 @@ class _Routes:
                 "dtype": getattr(served.engine, "dtype", str(served.policy.model.dtype).removeprefix("torch.")),
                 "max_context_tokens": self.max_context_tokens,
                 "weights_root": str(served.root),
+                "transfer_ranks": transfer_ranks(served),
                 "policy_version": served.version,
                 "run": served.run,
                 "claimed_by": served.claims.run,

@@ -7,7 +7,7 @@ server takes adapters of any rank and full weights too.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +128,12 @@ class Served:
                 return published.sha256
         finally:
             self._waiting_reloads -= 1
+
+    async def take_transfer(self, receive: Callable[[], Awaitable[None]], run: str | None) -> None:
+        """Weights that come from elsewhere than a folder; answers under way end first."""
+        async with self._one_reload, self.gate.swapping():
+            await receive()
+            self.run = run
 
     def check_alive(self) -> None:
         if self.failed is not None:
