@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from podium.engine._pool_dispatch import Dispatch, Terms
-from podium.engine._pool_health import Pulse
-from podium.engine._pool_members import Limit, Members
-from podium.engine._pool_supervisor import Rules, Supervisor, Weights
+from podium.engine._pool.dispatch import Dispatch, Terms
+from podium.engine._pool.health import Pulse
+from podium.engine._pool.members import Limit, Members
+from podium.engine._pool.supervisor import Rules, Supervisor, Weights
 from podium.errors import EngineError
 from podium.records import Answer, Request, Sampling
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from podium.engine._pool_keeper import PoolFolder, hold, sweep
+from podium.engine._pool.keeper import PoolFolder, hold, sweep
 from podium.engine.pool import Pool
 from podium.errors import InputError, ParityError
 from podium.model.handoff import manifest_of, publish, read_published, remove_published

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from podium.engine._pool_members import Limit
+from podium.engine._pool.members import Limit
 from podium.errors import BusyError, EngineError, InputError, WeightsError
 from podium.records import Sampling
 from tests.engine.crew import Crew, FakeWorker, a_call, crash

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from podium.engine._pool_dispatch import Dispatch, Terms
-from podium.engine._pool_health import Pulse
-from podium.engine._pool_keeper import Keeper, PoolFolder, hold
-from podium.engine._pool_members import Limit, Members, OnEvent
-from podium.engine._pool_supervisor import Rules, Supervisor, Weights
-from podium.engine._pool_thread import PoolThread
-from podium.engine._pool_workers import model_of, start_local, start_server
+from podium.engine._pool.dispatch import Dispatch, Terms
+from podium.engine._pool.health import Pulse
+from podium.engine._pool.keeper import Keeper, PoolFolder, hold
+from podium.engine._pool.members import Limit, Members, OnEvent
+from podium.engine._pool.supervisor import Rules, Supervisor, Weights
+from podium.engine._pool.thread import PoolThread
+from podium.engine._pool.workers import model_of, start_local, start_server
 from podium.engine.vllm_server import VllmServer
 from podium.errors import EngineError, InputError
 from podium.lookup import find, validate_options

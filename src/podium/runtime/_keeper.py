@@ -1,6 +1,6 @@
 """The keeper of a pool's workers: starts them, buries them, and cleans up when the driver is gone.
 
-A fresh interpreter that the pool's driver starts (engine/_pool_keeper.py). With in-process engines on a CPU it loads
+A fresh interpreter that the pool's driver starts (engine/_pool/keeper.py). With in-process engines on a CPU it loads
 the model once, and every worker is a fork of it: there in a moment, its base weights shared in memory. Other engines
 are loaded by the worker itself. Each worker is `podium serve` on a unix socket in the pool's private folder, leads a
 process group of its own and dies with the keeper.

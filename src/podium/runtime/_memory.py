@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from podium.engine._decode_step import Capacity
+from podium.engine._cuda.decode_step import Capacity
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from podium.engine._pool_keeper import Keeper, hold
-from podium.engine._pool_members import Worker
+from podium.engine._pool.keeper import Keeper, hold
+from podium.engine._pool.members import Worker
 from podium.errors import EngineError
 from podium.model.handoff import manifest_of, remove_published
 from podium.model.load import Policy

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from podium.engine._pool_members import Member, Members, OnEvent
+from podium.engine._pool.members import Member, Members, OnEvent
 from podium.errors import BusyError, EngineError
 from podium.records import Answer, Request, Sampling
 

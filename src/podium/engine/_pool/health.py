@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from podium.engine._pool_members import Member, Worker
+from podium.engine._pool.members import Member, Worker
 from podium.errors import EngineError, PodiumError
 from podium.records import Request, Sampling
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from podium.engine._pool_health import Pulse, lost
-from podium.engine._pool_members import Limit, Member, Members, OnEvent, Worker
+from podium.engine._pool.health import Pulse, lost
+from podium.engine._pool.members import Limit, Member, Members, OnEvent, Worker
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
 
 TICK_S = 0.25
