@@ -33,7 +33,7 @@ OBJECTIVES = {
 }
 VOCABULARY = 11
 RARE = VOCABULARY - 1
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 class Tiny(torch.nn.Module):
