@@ -1,5 +1,6 @@
 """Continuous batching over slots, run plainly on the CPU: the same answers as the reference path, however it is cut."""
 
+import asyncio
 import copy
 
 import pytest
@@ -157,3 +158,21 @@ def test_weights_and_version_may_change_in_the_middle() -> None:
     assert set(found[3].policy_versions) == {(4, 4)}
     last = sequence_logprobs(model, [*asked[3].token_ids, *found[3].token_ids[0]])[2:]
     assert found[3].logprobs[0] == pytest.approx(last, abs=1e-4)
+
+
+def test_a_call_beside_another_decodes_plainly_and_neither_disturbs_the_other() -> None:
+    """Captured steps write to one set of slots; on them, two calls would write into each other's answers."""
+    greedy = Sampling(max_new_tokens=6, temperature=0)
+    engine = Inprocess(policy())
+    engine._continuous, engine._is_compared = Continuous(engine._model, 512, None), True
+
+    async def collect(asked: list[Request], sampling: Sampling) -> dict[int, Answer]:
+        return {answer.key: answer async for answer in engine.generate(asked, sampling)}
+
+    async def both() -> list[dict[int, Answer]]:
+        return await asyncio.gather(collect(requests(9), SAMPLING), collect(requests(3), greedy))
+
+    sampled, short = asyncio.run(both())
+    assert_same(sampled, generate(Inprocess(policy()), requests(9), SAMPLING))
+    assert_same(short, generate(Inprocess(policy()), requests(3), greedy))
+    assert_same(asyncio.run(collect(requests(9), SAMPLING)), generate(Inprocess(policy()), requests(9), SAMPLING))

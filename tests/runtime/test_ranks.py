@@ -1,5 +1,6 @@
 """Runs of two ranks through the command line: they learn like one process, and no rank's death hangs the others."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from podium.errors import InputError
+from podium.errors import EngineError, InputError
 from podium.records import Answer, Request, Sampling
 from podium.runtime import _wire as wire
 from podium.runtime._core import check_ranks
+from podium.runtime._ranks import Line, RankedEngine, follow
 from podium.settings import Settings
+from tests.trainer.ranks import Pair
 
 SETTINGS = """
 [run]
@@ -140,6 +144,44 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, v
 def test_what_ranks_cannot_have_is_refused(ranks: int, tables: dict, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         check_ranks(Settings.from_dict({**tables, "reward": [{"name": "arithmetic"}]}), ranks)
+
+
+def leave_early(rank: int, ranks: int) -> str:
+    """Rank 0's own engine fails while the other rank writes its share; the next order must come through."""
+    line = Line()
+
+    class Engine:
+        policy_version = 0
+
+        async def generate(self, requests, sampling):
+            if rank == 0:
+                raise EngineError("broken on purpose")
+            for request in requests:
+                yield Answer(request.key, ((1,),), ((-1.0,),), ("stop",), ((0, 0),))
+
+    engine: Any = Engine()
+    if rank:
+        follow(line, None, engine)
+        return "ended"
+
+    async def ask() -> None:
+        async for _ in RankedEngine(engine, engine, line).generate(
+            [Request(key, (1,), (1,)) for key in range(4)], Sampling()
+        ):
+            raise AssertionError("no answer is whole")
+
+    with pytest.raises(EngineError, match="broken on purpose"):
+        asyncio.run(ask())
+    with line.order("end"):
+        return "ended"
+
+
+def test_a_rank_that_fails_while_others_write_leaves_them_in_step(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    try:
+        assert pair(leave_early) == ["ended", "ended"]
+    finally:
+        pair.close()
 
 
 def test_requests_and_answers_come_through_the_wire_unchanged() -> None:

@@ -178,3 +178,22 @@ def test_people_may_ask_while_a_run_owns_the_weights(server: Running, client: op
         assert plain.post("/claim", json={"run": "mine", "scope": "run"}).status_code == 200
         assert ask(client, max_tokens=2).system_fingerprint == "policy-version-0"
         assert plain.post("/release", json={"run": "mine"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"", b"nope", b'{"model": "run", "messages": [{"role": "user", "content": "\\ud800"}]}']
+)
+def test_a_body_that_is_no_request_is_the_clients_error(server: Running, content: bytes) -> None:
+    with server.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = client.post("/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]
+        text = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+        assert client.post("/generate", content=text, headers=headers).status_code == 422
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-9, 0.0009])
+def test_a_temperature_that_no_float_can_divide_by_is_refused(client: openai.OpenAI, temperature: float) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"at least 0\.001"):
+        ask(client, temperature=temperature)

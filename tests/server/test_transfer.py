@@ -4,7 +4,7 @@ The engine that takes them is a stand-in that notes what it is told: NCCL itself
 """
 
 import asyncio
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from podium.server.claims import Claims
 from podium.server.gate import Gate
 from podium.server.refusal import Refusal
+from podium.server.served import Served
 from podium.server.transfer import Join, Receive, Transfer, transfer_ranks
 from tests.server.serving import Running
 
@@ -44,12 +45,8 @@ def a_server(engine: Any, *, device: str = "cuda", peft: Any = None) -> Any:
     )
     server = SimpleNamespace(engine=engine, policy=policy, claims=Claims(), gate=Gate(), run=None)
 
-    async def take_transfer(receive: Any, run: str | None) -> None:
-        async with server.gate.swapping():
-            await receive()
-        server.run = run
-
-    server.take_transfer = take_transfer
+    server._one_reload, server.failed = asyncio.Lock(), None
+    server.take_transfer = MethodType(Served.take_transfer, server)
     return server
 
 
@@ -92,3 +89,14 @@ def test_a_real_server_without_a_gpu_says_so(server: Running) -> None:
             answer = client.post(route, json=body)
             assert answer.status_code == 422
             assert "no weights by NCCL" in answer.json()["error"]
+
+
+def test_after_a_transfer_that_broke_off_nothing_is_served() -> None:
+    class Breaking(Able):
+        async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
+            raise RuntimeError("the other side is gone")
+
+    server = a_server(Breaking())
+    with pytest.raises(RuntimeError, match="gone"):
+        asyncio.run(Transfer(server).receive(Receive(**UPDATE, version=7)))  # type: ignore[arg-type]
+    assert "broke off" in server.failed

@@ -54,16 +54,16 @@ class Connection:
             except OSError as error:
                 raise httpx.ConnectError(error.strerror or str(error)) from None
 
-    async def post(self, path: str, body: Any) -> Any:
-        """One call that may be made twice: its effect is the same."""
-        for attempt in range(RETRIES + 1):
+    async def post(self, path: str, body: Any, retries: int = RETRIES) -> Any:
+        """One call; with `retries` one that may be made twice, because its effect is the same."""
+        for attempt in range(retries + 1):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     response = await self._open().post(path, json=body)
-                if response.status_code != 503 or attempt == RETRIES:
+                if response.status_code != 503 or attempt == retries:
                     return self._checked(response)
             except (httpx.HTTPError, TimeoutError) as error:
-                if attempt == RETRIES or isinstance(error, TimeoutError):
+                if attempt == retries or isinstance(error, TimeoutError):
                     raise self._broken(error) from None
             await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("unreachable")

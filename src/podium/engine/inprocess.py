@@ -97,6 +97,8 @@ class Inprocess:
         self._check_decoding()
         self._continuous: Continuous | None = None
         self._is_compared = False
+        self._is_replaying = False
+        """Whether a call is on the captured steps; one beside it decodes plainly."""
         """Whether captured decoding has been compared with a plain forward pass; done at the first call."""
         if self._device.type == "cuda":
             self._continuous = self._captured_decoding()
@@ -161,17 +163,20 @@ class Inprocess:
         check_room(requests, sampling, self._max_context_tokens)
         if self._continuous is not None and requests and not self._is_compared:
             await on_device_thread(self._compare, requests, sampling)
-        if self._continuous is None:
+        if self._continuous is None or self._is_replaying:  # captured steps write to one set of slots
             answers = self._generate(deque(requests), sampling)
             while (answer := await on_device_thread(next, answers, None)) is not None:
                 yield answer
             return
-        async with aclosing(
-            made_ahead(self._continuous.generate(requests, sampling, lambda: self.policy_version or 0))
-        ) as batches:
-            async for some in batches:
-                for answer in some:
-                    yield answer
+        self._is_replaying = True
+        try:
+            made = self._continuous.generate(requests, sampling, lambda: self.policy_version or 0)
+            async with aclosing(made_ahead(made)) as batches:
+                async for some in batches:
+                    for answer in some:
+                        yield answer
+        finally:
+            self._is_replaying = False
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await on_device_thread(self._score, list(token_ids))

@@ -128,6 +128,8 @@ class Pool:
         if of or not urls:
             name = of or "inprocess"
             validate_options("engine.member", find("engine", name), options["member"])
+            if options["member"].get("sleep"):
+                raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
 
     @property
     def weights_root(self) -> Path:

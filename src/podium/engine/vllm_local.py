@@ -152,6 +152,7 @@ class VllmLocal:
 
     async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
         """Takes the weights that the trainer is sending now, between two steps."""
+        await self.wake()
         await on_device_thread(self._receive, update_info, version)
         self.policy_version = version
 

@@ -102,6 +102,11 @@ class VllmServer:
         logprobs: Any = found.get("logprobs") if isinstance(found, dict) else None
         if not _are_numbers(logprobs) or len(logprobs) != len(token_ids) - 1:
             raise EngineError(f"engine {self._connection.url} sent no logprob a token for a score")
+        if self.policy_version is not None and found.get("policy_version") != self.policy_version:
+            raise EngineError(
+                f"engine {self._connection.url} scored by version {found.get('policy_version')}, it had confirmed "
+                f"{self.policy_version}"
+            )
         self._check_owner(found.get("run"))
         return logprobs
 
@@ -125,12 +130,12 @@ class VllmServer:
 
     async def join_transfer(self, init_info: dict[str, Any]) -> None:
         """The server's GPUs meet the trainer's (sync/nccl.py)."""
-        await self._connection.post("/join_transfer", {**init_info, "run": self._run})
+        await self._connection.post("/join_transfer", {**init_info, "run": self._run}, retries=0)
 
     async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
         """The server takes what the trainer broadcasts at the same time."""
         body = {**update_info, "version": version, "run": self._run}
-        if await self._connection.post("/receive_weights", body) != {"version": version}:
+        if await self._connection.post("/receive_weights", body, retries=0) != {"version": version}:
             raise WeightsError(f"engine {self._connection.url} confirmed other weights than version {version}")
         self.policy_version = version
 

@@ -109,7 +109,9 @@ def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
         return num_processes(settings.engine.options) * weights
     if settings.engine.options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
-    if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
+    if settings.engine.name == "vllm_server":
+        return 0  # elsewhere
+    if settings.engine.name == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))

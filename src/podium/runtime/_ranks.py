@@ -46,7 +46,8 @@ class Line:
     def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
         """Tells every other rank to do it; `payloads` has one entry a rank, 0's own included. Inside, rank 0 does its
         own part."""
-        assert self._lock.acquire(blocking=False), f"{name} was ordered before the last order was done"
+        if not self._lock.acquire(blocking=False):
+            raise AssertionError(f"{name} was ordered before the last order was done")
         try:
             with _lost_ranks_named():
                 for rank in range(1, self.ranks):
@@ -156,8 +157,9 @@ class RankedEngine:
         ranks = self._line.ranks
         shares = [wire.requests_to_bytes(requests[rank::ranks], sampling) for rank in range(ranks)]
         with self._line.order("generate", shares):
-            answers = [answer async for answer in self._engine.generate(requests[::ranks], sampling)]
-            for content in await on_device_thread(self._line.replies):
+            async with self._replies() as replies:
+                answers = [answer async for answer in self._engine.generate(requests[::ranks], sampling)]
+            for content in replies:
                 answers += wire.answers_from_bytes(content)
         by_key = {answer.key: answer for answer in answers}
         for request in requests:
@@ -167,12 +169,22 @@ class RankedEngine:
         """Rank 0's; a rank whose engine says something else is named."""
         ids = torch.tensor(list(token_ids)).numpy().tobytes()
         with self._line.order("engine_score", [ids] * self._line.ranks):
-            mine = await self._engine.score(token_ids)
-            for rank, content in enumerate(await on_device_thread(self._line.replies), 1):
+            async with self._replies() as replies:
+                mine = await self._engine.score(token_ids)
+            for rank, content in enumerate(replies, 1):
                 theirs = torch.frombuffer(bytearray(content), dtype=torch.float64).tolist()
                 if not max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= SAME:
                     raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
         return mine
+
+    @contextlib.asynccontextmanager
+    async def _replies(self) -> AsyncIterator[list[bytes]]:
+        """Filled at the end of the block, however it ends: a reply left behind would stand before the next order."""
+        replies: list[bytes] = []
+        try:
+            yield replies
+        finally:
+            replies += await asyncio.shield(on_device_thread(self._line.replies))
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Each rank's from its own trainer, which made the same update."""

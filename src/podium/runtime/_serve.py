@@ -119,6 +119,8 @@ def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Pa
             )
     if options.engine == "vllm_server":
         raise InputError("--engine vllm_server is a client of a server; give inprocess or vllm_local")
+    if any(flag.partition("=")[0] == "--engine.sleep" for flag in overrides):
+        raise InputError("--engine.sleep has no effect: a server does not know when a trainer steps; remove it")
     engine = {"name": options.engine} | ({"tensor_parallel": options.tp} if options.tp is not None else {})
     return Settings.from_dict(override({"model": trained.model, "engine": engine}, overrides)), trained.weights
 

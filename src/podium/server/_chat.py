@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.refusal import Refusal
-from podium.server.wire import explained
+from podium.server.wire import Text, explained, sane_temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Labels of a request; no answer depends on them."""
@@ -26,13 +26,13 @@ NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "t
 class Part(BaseModel):
     model_config = ConfigDict(strict=True)
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Turn(BaseModel):
     model_config = ConfigDict(strict=True)
     role: Annotated[str, Field(max_length=64)]
-    content: str | Annotated[list[Part], Field(max_length=256)]
+    content: Text | Annotated[list[Part], Field(max_length=256)]
 
     def plain(self) -> dict[str, str]:
         """`developer` is OpenAI's newer name of `system`, which chat templates do not know."""
@@ -56,7 +56,7 @@ class Chat(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(sane_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None

@@ -40,14 +40,18 @@ class Gate:
         """One at a time; the caller sees to that."""
         self._is_closed = True
         try:
-            async with asyncio.timeout(self._drain_s), self._changed:
-                await self._changed.wait_for(lambda: self.running == 0)
+            await self._drain()
             yield
-        except TimeoutError:
-            raise Refusal(503, f"answers were still being written after {self._drain_s:g} s") from None
         finally:
             self._is_closed = False
             await self._tell()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_s), self._changed:
+                await self._changed.wait_for(lambda: self.running == 0)
+        except TimeoutError:
+            raise Refusal(503, f"answers were still being written after {self._drain_s:g} s") from None
 
     async def _tell(self) -> None:
         async with self._changed:

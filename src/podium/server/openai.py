@@ -48,7 +48,10 @@ class OpenAi:
         return JSONResponse(self._card)
 
     async def chat(self, request: HttpRequest) -> Any:
-        body = Chat.parse(await request.json())
+        try:
+            body = Chat.parse(await request.json())
+        except ValueError:
+            raise Refusal(400, "the body is not JSON") from None
         self._check_name(body.model)
         policy, context = self._served.policy, self._max_context_tokens()
         prompt = body.prompt(policy.tokenizer)

@@ -27,6 +27,7 @@ from podium.stages import Engine
 
 HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
+RESTORE_PAUSE_S = 1.0
 OWN_VERSION = 0
 """Of the weights that the server began with."""
 
@@ -130,9 +131,15 @@ class Served:
             self._waiting_reloads -= 1
 
     async def take_transfer(self, receive: Callable[[], Awaitable[None]], run: str | None) -> None:
-        """Weights that come from elsewhere than a folder; answers under way end first."""
+        """Weights that come from elsewhere than a folder; answers under way end first. They are written over the old
+        ones, so after a transfer that broke off nothing is served any more."""
         async with self._one_reload, self.gate.swapping():
-            await receive()
+            self.claims.check_writer(run)
+            try:
+                await receive()
+            except BaseException as error:
+                self.failed = f"a transfer of weights broke off: {type(error).__name__}; start the server again"
+                raise
             self.run = run
 
     def check_alive(self) -> None:
@@ -145,7 +152,7 @@ class Served:
     def release(self, run: str) -> None:
         """With scope `run` the server goes back to its own weights, once the answers under way have ended."""
         if self.claims.release(run) == "run" and self.run == run:
-            task = asyncio.create_task(self._restore(run))
+            task = asyncio.create_task(self._restore_at_last(run))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -193,6 +200,14 @@ class Served:
             raise
         if not self._maker.one_engine:
             old_engine.close()
+
+    async def _restore_at_last(self, run: str) -> None:
+        """Tries until it has, or until another run's weights are here."""
+        while self.run == run and self.failed is None:
+            try:
+                await self._restore(run)
+            except Refusal:  # answers were still being written
+                await asyncio.sleep(RESTORE_PAUSE_S)
 
     async def _restore(self, run: str) -> None:
         async with self._one_reload:

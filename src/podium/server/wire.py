@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from podium.errors import InputError
 from podium.model.chat import render
@@ -24,9 +24,27 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _is_text(text: str) -> str:
+    """A lone surrogate is JSON, and no text: no tokenizer takes it."""
+    text.encode()
+    return text
+
+
+def sane_temperature(temperature: float) -> float:
+    """Logits over less would be infinite."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"give 0 for greedy answers, or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+MIN_TEMPERATURE = 1e-3
+Text = Annotated[str, AfterValidator(_is_text)]
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(sane_temperature)]
+
+
 class Message(Body):
-    role: Annotated[str, Field(max_length=64)]
-    content: str
+    role: Annotated[Text, Field(max_length=64)]
+    content: Text
 
 
 class Asked(Body):
@@ -47,7 +65,7 @@ class Generate(Body):
     seeds: Seeds | None = None
     """One a rollout; by default random ones."""
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stop_token_ids: list[Id] | None = None

@@ -8,8 +8,10 @@ needs none of it: it is handed the tensors (`shared`). Each push is followed by 
 """
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -43,9 +45,9 @@ class Nccl:
         if self._group is None:
             port = self._port or free_port(self._address)
             meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + engine.transfer_ranks}
-            opened = asyncio.to_thread(open_group, meeting, weights[0][1].device)
+            opened = in_daemon(open_group, meeting, weights[0][1].device)
             _, self._group = await self._both(engine.join_transfer({**meeting, "rank_offset": 1}), opened)
-        sent = asyncio.to_thread(broadcast, self._group, [tensor for _, tensor in weights])
+        sent = in_daemon(broadcast, self._group, [tensor for _, tensor in weights])
         await self._both(engine.receive_weights(update_info(weights), version), sent)
 
     async def _both(self, theirs: Any, ours: Any) -> Any:
@@ -61,6 +63,28 @@ class Nccl:
                 f"{self._timeout_s:g} ({type(error).__name__}: {error}); the engine may be gone, or NCCL finds no way "
                 "between them: it has none between two processes on one GPU"
             ) from error
+
+
+def in_daemon(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+    """On a thread that nobody waits for when the run ends: a broadcast without a receiver never returns."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not result.done():
+            result.set_result(value) if error is None else result.set_exception(error)
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function(*arguments)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop may be gone
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=run, daemon=True, name="nccl").start()
+    return result
 
 
 def check_devices(delivery: Delivery) -> None:
