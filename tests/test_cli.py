@@ -491,8 +491,8 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     before = snapshot(here)
     assert cli.main(["check", "good.toml"]) == 0
     out = capsys.readouterr().out
-    for part in ("settings", "data", "reward dry-run", "memory"):
-        assert re.search(rf"^{part}$", out, re.MULTILINE)
+    for part in ("settings", "data", "reward dry-run", "memory", "time"):
+        assert re.search(rf"^{part}: (ok|note)$", out, re.MULTILINE)
     assert re.search(
         r"data\[0\] arithmetic +15692 +8 +15684 beyond max_rows +8 +18 to 18, median 18 +the settings'", out
     )
@@ -603,7 +603,9 @@ def test_resume_takes_another_setting_if_one_insists(here: Path, finished_run: P
 
 
 def metrics_of(out: str) -> dict[str, float]:
-    return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
+    """The table of numbers at the top, and the line below it."""
+    lines = [line.split() for line in out.partition("\n\n")[0].splitlines()[1:]]
+    return {f"eval/{words[0]}": float(words[1]) for words in lines[:-1]} | {"eval/prompts": float(lines[-1][0])}
 
 
 def test_eval_of_a_run_is_its_held_out_accuracy(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -614,7 +616,9 @@ def test_eval_of_a_run_is_its_held_out_accuracy(finished_run: Path, capsys: pyte
     assert {name: last[name] for name in as_json} == pytest.approx(as_json, abs=1e-8)
     assert as_json["eval/prompts"] == 2.0
     assert cli.main(["eval", str(finished_run)]) == 0
-    assert metrics_of(capsys.readouterr().out) == pytest.approx(as_json, rel=1e-3)
+    shown = metrics_of(capsys.readouterr().out)
+    assert set(shown) >= {"eval/accuracy", "eval/reward_mean", "eval/stop_rate", "eval/length_mean", "eval/prompts"}
+    assert shown == pytest.approx({name: as_json[name] for name in shown}, rel=1e-3)
     assert snapshot(finished_run) == before
 
 

@@ -15,22 +15,28 @@ ALLOWED = {
     "errors": set(),
     "plan": set(),
     "records": {"plan"},
+    "processes": set(),
     "stages": {"records"},
     "clock": {"records"},
     "loop": {"clock", "errors", "records", "stages"},
     "flights": {"clock", "records", "stages"},
     "loop_async": {"clock", "flights", "loop", "records", "stages"},
-    "evaluation": {"records", "stages"},
+    "estimates": set(),
+    "evaluation": {"estimates", "records", "stages"},
+    "scorecard": {"errors", "estimates", "evaluation"},
     "lookup": {"errors"},
     "sections": {"errors", "lookup", "loss"},
     "settings": {"errors", "lookup", "records", "sections"},
     "run_folder": {"errors"},
+    "trained": {"errors", "run_folder", "settings"},
+    "reference": {"lookup", "sections"},
+    "model_card": {"ledger", "run_folder", "settings"},
     "ledger": {"errors", "run_folder"},
     "model": {"errors", "records"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES,
-    "engine": BELOW_STAGES,
-    "reward": BELOW_STAGES | {"lookup"},  # a worker process finds its rewards by their names
+    "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
+    "reward": BELOW_STAGES | {"lookup", "processes"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
     "filter": {"records"},
     "pack": {"records"},
@@ -46,7 +52,7 @@ ALLOWED = {
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-TOP = {"__init__", "runtime", "run", "check", "export", "workbench", "cli"}
+TOP = {"__init__", "runtime", "run", "check", "export", "push", "timing", "workbench", "cli"}
 """Parts that wire the others and may import them all."""
 
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -70,7 +70,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "checkpoint": {"every": 10, "keep": 3},
         "eval": {"every": 0, "n": 1, "temperature": 0.0, "data": []},
         "report": [{"name": "console", "mode": "auto"}, {"name": "page", "every_s": 2.0}],
-        "runtime": {"name": "local"},
+        "runtime": {"name": "local", "ranks": 1},
     }
 
 
@@ -175,7 +175,7 @@ TOP = (
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, dropout, r, targets"),
         (
             {"eval": {"evry": 1}},
-            "eval.evry is not a setting; valid here: data, every, n, temperature, top_k, top_p",
+            "eval.evry is not a setting; valid here: data, every, n, pass_at, temperature, top_k, top_p",
         ),
         (
             {"checkpoint": {"evry": 1}},

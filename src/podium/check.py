@@ -1,11 +1,14 @@
-"""`podium check`: everything short of training, each part with a plain verdict.
+"""`podium check`: everything short of training, each part with a plain verdict: ok, note, or problem and what to do.
 
 Loads the model, shows the data as the policy will see it, lets the policy answer two prompts, scores the answers with
-the run's rewards, and adds up the memory. Writes nothing.
+the run's rewards, adds up the memory, and does a little of a step to tell how long one takes. Writes nothing.
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from statistics import fmean
 from uuid import uuid4
 
 from podium.data._order import OrderedData
@@ -27,15 +30,36 @@ from podium.runtime._build import (
 )
 from podium.runtime._engine import hand_over, make_engine, make_rollout
 from podium.runtime._keep import check_start
-from podium.runtime._memory import memory_plan, num_slots
+from podium.runtime._memory import MemoryPlan, memory_plan, num_slots
 from podium.runtime._reports import check_reports
 from podium.settings import Settings
+from podium.timing import Trial, run_trial, sampling_s, training_s
 
 DRY_RUN_PROMPTS = 2
 
 
-def check(settings: Settings) -> str:
-    """The report as text; what is wrong is raised as an `InputError`, as `podium train` would."""
+LONG_S = 24 * 3600
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the report."""
+
+    title: str
+    lines: Sequence[str]
+    notes: Sequence[str] = ()
+    """Worth knowing; the run can start."""
+    problems: Sequence[str] = ()
+    """What would go wrong, and what to do."""
+
+    def __str__(self) -> str:
+        verdict = "problem" if self.problems else "note" if self.notes else "ok"
+        said = [*(f"note: {note}" for note in self.notes), *(f"problem: {problem}" for problem in self.problems)]
+        return "\n".join([f"{self.title}: {verdict}", *(f"  {line}" for line in [*self.lines, *said])])
+
+
+def check(settings: Settings) -> tuple[str, bool]:
+    """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
     check_rewards(settings)
@@ -49,52 +73,81 @@ def check(settings: Settings) -> str:
     held_out = build_data(settings, held_out_rows, policy, settings.plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
+    memory = memory_plan(settings, policy, max(data.lengths))
     with closing(scoring):
-        groups = asyncio.run(_dry_run(settings, policy, data, scoring))
+        groups, trial = asyncio.run(_dry_run(settings, policy, data, scoring, memory))
     parts = [
-        _section("settings", _settings_lines(settings)),
-        _section("data", data_lines(data, policy.tokenizer, "data") + _data_notes(settings, data)),
-        *([_section("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
-        _section("reward dry-run", [line for group in groups for line in _group_lines(group)]),
-        _section("memory", _memory_lines(settings, policy, data)),
+        Part("settings", _settings_lines(settings), _settings_notes(settings)),
+        Part("data", data_lines(data, policy.tokenizer, "data"), _data_notes(settings, data)),
+        *([Part("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
+        Part("reward dry-run", [line for group in groups for line in _group_lines(group)], _reward_notes(groups)),
+        Part("memory", _memory_lines(settings, memory), (), _memory_problems(memory)),
+        _time_part(settings, data, groups, trial),
     ]
-    return "\n\n".join(parts) + "\n\nok: `podium train` would start"
+    problems = sum(len(part.problems) for part in parts)
+    end = f"{problems} to mend before `podium train`" if problems else "ok: `podium train` would start"
+    return "\n\n".join([*map(str, parts), end]), not problems
 
 
-async def _dry_run(settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring) -> list[Group]:
-    """A few prompts through the real engine and rewards."""
+async def _dry_run(
+    settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring, memory: MemoryPlan
+) -> tuple[list[Group], Trial | None]:
+    """A few prompts through the real engine and rewards; then a little of a step, if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
     with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
-    return build_advantages(settings)(groups)
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
+        a_step = data.in_order(settings.run.prompts_per_step)
+        trial = None if memory.total > memory.device else await run_trial(settings, policy, engine, a_step, memory)
+    return build_advantages(settings)(groups), trial
 
 
 def _settings_lines(settings: Settings) -> list[str]:
     run, rounds = settings.run, 1 + settings.plan.max_refills
     refilled = f", refilled up to {settings.plan.max_refills} times" if settings.filter.refill else ""
-    lines = [
+    return [
         f"model {settings.model.name}, " + ("LoRA" if settings.model.lora else "full weights"),
         f"{run.steps} steps of {run.prompts_per_step} prompts × {run.rollouts_per_prompt} rollouts{refilled} = "
         f"{run.steps * run.prompts_per_step * run.rollouts_per_prompt * rounds:,} rollouts at most",
     ]
+
+
+def _settings_notes(settings: Settings) -> list[str]:
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
-        lines.append("note: with one update per batch the ratio is 1 and the clip bounds cannot bind")
-    return lines
+        return ["with one update per batch the ratio is 1 and the clip bounds cannot bind"]
+    return []
 
 
 def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
+    notes = []
     a_step, a_pass = settings.run.prompts_per_step, sum(map(data.num_drawn, data.pools))
-    if a_step <= a_pass:
-        return []
-    return [f"note: a step draws {a_step} prompts and a pass has {a_pass}: the same prompt comes twice in a step"]
+    if a_step > a_pass:
+        notes.append(f"a step draws {a_step} prompts and a pass has {a_pass}: the same prompt comes twice in a step")
+    dropped = data.num_rows - sum(data.is_kept)
+    if dropped * 2 > data.num_rows:
+        notes.append(
+            f"{dropped} of {data.num_rows} rows are not used, as the table says; raise max_prompt_tokens or lower "
+            "rollout.max_new_tokens if they should be"
+        )
+    return notes
+
+
+def _reward_notes(groups: Sequence[Group]) -> list[str]:
+    notes = []
+    if not any(group.has_signal for group in groups):
+        notes.append(
+            "no group has signal, all its rewards are equal; if that is so for most prompts little is learned: take "
+            "prompts that the model solves now and then, more rollouts_per_prompt, or a reward with degrees"
+        )
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if all(rollout.finish_reason == "length" for rollout in rollouts):
+        notes.append("every answer was cut at rollout.max_new_tokens; raise it, or ask for shorter answers")
+    if any(group.reward_failures for group in groups):
+        notes.append("a reward failed on some answers, see above; such answers are not trained")
+    return notes
 
 
 def _group_lines(group: Group) -> list[str]:
@@ -109,10 +162,9 @@ def _group_lines(group: Group) -> list[str]:
     return lines
 
 
-def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list[str]:
-    plan = memory_plan(settings, policy, max(data.lengths))
+def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
     batch = plan.per_token * plan.max_tokens_per_batch
-    lines = [
+    return [
         f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
         f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
         f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
@@ -123,12 +175,45 @@ def _memory_lines(settings: Settings, policy: Policy, data: OrderedData) -> list
         f"logits {_size(plan.logits)}",
         f"together {_size(plan.total)} of {_size(plan.device)}",
     ]
-    if plan.total > plan.device:
-        lines.append(
-            "too much: lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, or take "
-            "a smaller model"
-        )
-    return lines
+
+
+def _memory_problems(plan: MemoryPlan) -> list[str]:
+    if plan.total <= plan.device:
+        return []
+    return [
+        "too much: lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, or take "
+        "a smaller model"
+    ]
+
+
+def _time_part(settings: Settings, data: OrderedData, groups: Sequence[Group], trial: Trial | None) -> Part:
+    if trial is None:
+        return Part("time", ["not measured: it would not fit into memory"])
+    rollouts = settings.run.prompts_per_step * settings.run.rollouts_per_prompt
+    longest = settings.rollout.options.get("max_new_tokens", trial.tokens)
+    now = fmean(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    sampling = [sampling_s(trial, rollouts, length) for length in (now, longest)]
+    training = [training_s(trial, rollouts, length) for length in (now, longest)]
+    low, high = (sum(pair) for pair in zip(sampling, training, strict=True))
+    steps = data.num_steps
+    lines = [
+        f"a step takes about {_seconds(low)} to {_seconds(high)}: sampling {_seconds(sampling[0])} to "
+        f"{_seconds(sampling[1])}, training {_seconds(training[0])} to {_seconds(training[1])}",
+        f"{steps} steps take {_seconds(steps * low)} to {_seconds(steps * high)}; evaluations, checkpoints, refills "
+        "and rewards slower than sampling come on top, groups without signal come off",
+        f"measured here: {trial.rollouts} rollouts of {trial.tokens} tokens were sampled in {_seconds(trial.sample_s)} "
+        f"and trained in {_seconds(trial.train_s)}; the lower figures are for answers as long as in the dry-run "
+        f"({now:.0f} tokens), the upper for rollout.max_new_tokens = {longest}",
+    ]
+    notes = ["all steps take more than a day; lower run.steps, or see the speed section of the README"]
+    return Part("time", lines, notes if steps * low > LONG_S else ())
+
+
+def _seconds(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _size(count: float) -> str:

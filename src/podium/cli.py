@@ -1,6 +1,7 @@
 """The command `podium`. Nothing heavy is imported before a command needs it."""
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -71,32 +72,47 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.settings import Settings, override, read_toml
+    from podium.scorecard import as_text, compared, comparison_data, results_file, verdict
+    from podium.trained import find_trained
 
-    target = Path(options.model)
-    is_run = (target / "settings.toml").is_file()
-    if options.settings is None and not is_run:
-        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
-    tables = read_toml(options.settings or target / "settings.toml")
-    if is_run:
-        tables["model"] = read_toml(target / "settings.toml")["model"]  # the run's weights belong to its own model
-    tables = override(tables, overrides)
-    adapter = target / "adapter_config.json"
-    weights = target / "final" if is_run else target if adapter.is_file() else None
-    if weights is not None and not weights.is_dir():
-        raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
-    if not is_run:
-        name = json.loads(adapter.read_text())["base_model_name_or_path"] if weights else options.model
-        tables.setdefault("model", {})["name"] = name
-    settings = Settings.from_dict(tables)
-    from podium.run import evaluate as run
+    if options.out is not None and options.out.exists():
+        raise InputError(f"{options.out} is there already; give a new file")
+    found = [(target, find_trained(target)) for target in (options.model, options.against) if target is not None]
+    tables = _eval_tables(options.settings, found[0][1].run, options.model)
+    settings = [_eval_settings(tables, trained, overrides) for _, trained in found]
+    from podium.run import held_out_results
 
-    metrics = run(settings, weights)
-    if options.json:
-        print(json.dumps(metrics))
-    else:
-        print("\n".join(f"{name:<20} {value:.4g}" for name, value in metrics.items()))
+    results = [held_out_results(s, trained.weights) for s, (_, trained) in zip(settings, found, strict=True)]
+    told = [results_file(target, s.to_dict(), r) for (target, _), s, r in zip(found, settings, results, strict=True)]
+    text, data, flat = as_text(results[0]), dict(told[0]), results[0].metrics()
+    if options.against is not None:
+        made = compared(*results)
+        said = verdict(*made, options.model, options.against)
+        pair = comparison_data(*made, said)
+        data |= {"against": told[1], "comparison": pair}
+        flat |= {"against": results[1].metrics(), "comparison": pair}
+        text = f"{options.model}\n{text}\n\n{options.against}\n{as_text(results[1])}\n\n{said}"
+    if options.out is not None:
+        options.out.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    print(json.dumps(flat) if options.json else text)
     return 0
+
+
+def _eval_tables(settings: Path | None, run: Any, target: str) -> dict[str, Any]:
+    from podium.settings import read_toml
+
+    if settings is None and run is None:
+        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
+    return read_toml(settings or run.settings)
+
+
+def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -> Any:
+    """The tables with the model that is asked; a run's weights belong to its own model as a whole."""
+    from podium.settings import Settings, override
+
+    own = trained.model if trained.run else tables.get("model", {})
+    made = override({**copy.deepcopy(tables), "model": copy.deepcopy(own)}, overrides)
+    return Settings.from_dict(made if trained.run else {**made, "model": {**made["model"], **trained.model}})
 
 
 def check(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -111,23 +127,43 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
         raise InputError("--rows has no effect without --rewards; add it or remove this one")
     from podium.check import check as run
 
-    print(run(settings))
-    return 0
+    report, is_good = run(settings)
+    print(report)
+    return 0 if is_good else InputError.exit_code
 
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.run_folder import RunFolder
-    from podium.settings import Settings, read_toml
-
-    if overrides:
-        raise InputError(f"podium export takes no {overrides[0]}")
-    folder = RunFolder.open(options.run)
-    settings = Settings.from_dict(read_toml(folder.settings))
+    _refuse(overrides, "export")
     from podium.export import export as run
 
-    step = run(settings, folder, options.out, step=options.step, merge=options.merge)
-    print(f"{options.out}: {'a model' if options.merge or not settings.model.lora else 'an adapter'} of step {step}")
+    made = run(options.target, options.out, merge=options.merge, step=options.step)
+    for name, size in made.files.items():
+        print(f"{size:>14,}  {name}")
+    if made.gap is not None:
+        print(f"read again and compared with base + adapter: logprobs differ by at most {made.gap:.2g}")
+    print(f"{options.out}: {'a LoRA adapter' if made.kind == 'adapter' else 'a model'}; README.md says how to load it")
     return 0
+
+
+def push(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse(overrides, "push")
+    from podium.push import push as run
+
+    for line in run(
+        options.target,
+        options.name,
+        merge=options.merge,
+        step=options.step,
+        private=options.private,
+        dry_run=options.dry_run,
+    ):
+        print(line)
+    return 0
+
+
+def _refuse(overrides: list[str], command: str) -> None:
+    if overrides:
+        raise InputError(f"podium {command} takes no {overrides[0]}")
 
 
 def serve(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -142,8 +178,7 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.report._serve import report_server
 
-    if overrides:
-        raise InputError(f"podium report takes no {overrides[0]}")
+    _refuse(overrides, "report")
     with report_server(options.run, options.port) as server:
         print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
         try:
@@ -163,8 +198,7 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.lookup import STAGES, choices, find, option_help
     from podium.sections import SECTIONS
 
-    if overrides:
-        raise InputError(f"podium list takes no {overrides[0]}")
+    _refuse(overrides, "list")
     every = list(dict.fromkeys([*SECTIONS, *STAGES]))
     if options.stage is not None and options.stage not in every:
         raise InputError(f"{options.stage!r} is not a section; sections: {', '.join(every)}")
@@ -206,6 +240,32 @@ def _console_mode(options: argparse.Namespace) -> str | None:
     return "json" if options.json else "quiet" if options.quiet else None
 
 
+EVAL_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"metavar": "MODEL|RUN"}),
+    ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
+    ("--against", {"metavar": "MODEL|RUN", "help": "a second one, on the same prompts"}),
+    ("--out", {"type": Path, "metavar": "FILE", "help": "writes numbers, settings and every rollout as JSON"}),
+)
+TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"}),
+    ("--step", {"type": int, "metavar": "N", "help": "as it was at this checkpoint, instead of at the end"}),
+)
+EXPORT_FLAGS = (
+    ("target", {"metavar": "RUN|ADAPTER"}),
+    ("out", {"type": Path, "metavar": "OUT"}),
+    *TAKEN,
+)
+PUSH_FLAGS = (
+    ("target", {"metavar": "RUN|ADAPTER"}),
+    ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
+    *TAKEN,
+    ("--private", {"action": "store_true", "help": "makes the repository private"}),
+    ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
+)
+REPORT_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("run", {"type": Path, "metavar": "RUN"}),
+    ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}),
+)
 SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
     ("--host", {"help": "by default 127.0.0.1"}),
@@ -243,51 +303,29 @@ QUIET = ("--quiet", {"action": "store_true", "help": "the summary only"})
 
 
 def _run_commands() -> list[tuple[Any, ...]]:
-    """(name, function, help, arguments …) of what begins, goes on with or looks at a run."""
+    """(name, function, help, arguments …) of what begins, goes on with or judges a run."""
     step = {"type": int, "help": "from this checkpoint instead of the newest"}
     allow = {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}
-    model = ("model", {"metavar": "MODEL|RUN"})
-    maybe_settings = ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"})
-    merge = {"action": "store_true", "help": "the adapter laid into its base: a full model"}
     return [
         ("train", train, "start a run", SETTINGS, AS_JSON, QUIET),
         ("resume", resume, "go on with a run", RUN, ("--step", step), ("--allow-change", allow), AS_JSON, QUIET),
-        ("eval", evaluate, "held-out accuracy of a model or a run", model, maybe_settings, AS_JSON),
-        (
-            "export",
-            export,
-            "the model or adapter of a checkpoint, as other programs load it",
-            RUN,
-            ("out", {"type": Path, "metavar": "OUT"}),
-            ("--step", step),
-            ("--merge", merge),
-        ),
+        ("eval", evaluate, "held-out accuracy with its interval; two models compared", *EVAL_FLAGS, AS_JSON),
+        ("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS),
+        ("push", push, "the same, to the model hub", *PUSH_FLAGS),
+        ("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS),
+        ("report", report, "the page of a run, or of a folder of runs, live on this machine", *REPORT_FLAGS),
     ]
 
 
 def _other_commands() -> list[tuple[Any, ...]]:
-    port = {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}
+    rewards = {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}
+    rows = {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}
+    everything = "everything short of training: settings, data, rewards, memory, time"
+    choices = "the keys of a section and its choices, with their options"
     return [
-        (
-            "check",
-            check,
-            "everything short of training: settings, data, rewards, memory",
-            SETTINGS,
-            (
-                "--rewards",
-                {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"},
-            ),
-            ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}),
-        ),
-        ("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS),
-        ("report", report, "the page of a run, or of a folder of runs, live on this machine", RUN, ("--port", port)),
+        ("check", check, everything, SETTINGS, ("--rewards", rewards), ("--rows", rows)),
         ("show", show, "the settings, resolved", SETTINGS, AS_JSON),
-        (
-            "list",
-            list_choices,
-            "the keys of a section and its choices, with their options",
-            ("stage", {"nargs": "?", "metavar": "STAGE"}),
-        ),
+        ("list", list_choices, choices, ("stage", {"nargs": "?", "metavar": "STAGE"})),
     ]
 
 

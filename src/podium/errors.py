@@ -47,6 +47,10 @@ class EngineError(PodiumError):
     numbers."""
 
 
+class BusyError(EngineError):
+    """An engine cannot take a request now and asks to come back later."""
+
+
 class WeightsError(EngineError):
     """Weights on their way to an engine are damaged, of another shape, not finite or not there."""
 

@@ -1,9 +1,11 @@
-"""data → rollout → reward on held-out prompts, with a sampling of its own."""
+"""data → rollout → reward on held-out prompts, with a sampling of its own, and what the results amount to."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
+from podium.estimates import Estimate, of_mean, of_share, pass_at_k
 from podium.records import EvalReport, Group, Prompt, RunState
 from podium.stages import RewardStage, RolloutStage
 
@@ -24,23 +26,83 @@ async def held_out_groups(
     return [group async for group in reward.score_each(written()) if group.rollouts]
 
 
-def eval_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`eval/*`: mean over prompts of each one's mean over its rollouts; what rewards counted on the way is summed."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [[reward for reward in group.rewards if reward is not None] for group in groups]
-    correct = [[value for value in group.correct if value is not None] for group in groups]
-    metrics = {
-        "eval/reward_mean": fmean(fmean(values) for values in rewards if values) if any(rewards) else 0.0,
-        "eval/stop_rate": fmean(rollout.finish_reason == "stop" for rollout in rollouts),
-        "eval/length_mean": fmean(len(rollout.token_ids) for rollout in rollouts),
-        "eval/prompts": float(len(groups)),
-    }
-    for group in groups:
-        for name, value in group.reward_counts.items():
-            metrics[f"eval/{name}"] = metrics.get(f"eval/{name}", 0.0) + value
-    if any(correct):
-        metrics = {"eval/accuracy": fmean(fmean(values) for values in correct if values), **metrics}
-    return metrics
+@dataclass(frozen=True)
+class Results:
+    """Scored groups and the numbers that they amount to; each is a mean over prompts of the mean over rollouts."""
+
+    groups: Sequence[Group]
+    pass_at: Sequence[int] = ()
+    """The k of pass@k."""
+    tables: Mapping[int, str] | None = None
+    """Which table of the settings each prompt is of, by ordinal."""
+
+    def estimates(self) -> dict[str, Estimate]:
+        """By the names of docs/metrics.md; a number that no rollout has a value for is left out."""
+        made: dict[str, Estimate] = {}
+        if correct := list(self.accuracies().values()):
+            made["accuracy"] = of_share(correct)
+        for k in self.pass_at:
+            if shares := list(self._passes(k)):
+                made[f"pass@{k}"] = of_share(shares)
+        if rewards := list(self.rewards().values()):
+            made["reward_mean"] = of_mean(rewards)
+        made["stop_rate"] = of_share([fmean(r.finish_reason == "stop" for r in g.rollouts) for g in self.groups])
+        made["length_mean"] = of_mean([fmean(len(r.token_ids) for r in g.rollouts) for g in self.groups])
+        return made
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/*`, flat: for the ledger and reports."""
+        flat: dict[str, float] = {}
+        for name, estimate in self.estimates().items():
+            flat[f"eval/{name}"] = estimate.value
+            if name != "length_mean":
+                flat |= {f"eval/{name}_low": estimate.low, f"eval/{name}_high": estimate.high}
+        flat["eval/length_max"] = float(max(len(r.token_ids) for group in self.groups for r in group.rollouts))
+        flat["eval/prompts"] = float(len(self.groups))
+        flat["eval/abstained"] = float(sum(reward is None for group in self.groups for reward in group.rewards))
+        flat |= {f"eval/verifier/{name}": value for name, value in self.verifiers().items()}
+        for table, results in self.by_table().items():
+            told = {
+                name: each.value for name, each in results.estimates().items() if name in ("accuracy", "reward_mean")
+            }
+            flat |= {f"eval/source/{table}/{name}": value for name, value in told.items()}
+        for group in self.groups:
+            for name, value in group.reward_counts.items():
+                flat[f"eval/{name}"] = flat.get(f"eval/{name}", 0.0) + value
+        return flat
+
+    def accuracies(self) -> dict[int, float]:
+        """Share of correct rollouts by ordinal, of the prompts for which it is known."""
+        return {g.prompt.ordinal: fmean(known) for g in self.groups if (known := _known(g.correct))}
+
+    def rewards(self) -> dict[int, float]:
+        """Mean reward by ordinal, of the prompts that have one."""
+        return {g.prompt.ordinal: fmean(known) for g in self.groups if (known := _known(g.rewards))}
+
+    def verifiers(self) -> dict[str, float]:
+        """Mean of each reward over its prompts, unweighted."""
+        names = dict.fromkeys(name for group in self.groups for parts in group.reward_parts for name in parts)
+        values = {name: [_known([p.get(name) for p in g.reward_parts]) for g in self.groups] for name in names}
+        return {name: fmean(map(fmean, filter(None, each))) for name, each in values.items() if any(each)}
+
+    def by_table(self) -> dict[str, "Results"]:
+        """The results of each table, where there are several."""
+        tables = self.tables or {}
+        names = dict.fromkeys(tables[group.prompt.ordinal] for group in self.groups) if tables else {}
+        if len(names) < 2:
+            return {}
+        groups = {name: [g for g in self.groups if tables[g.prompt.ordinal] == name] for name in names}
+        return {name: Results(those, self.pass_at) for name, those in groups.items()}
+
+    def _passes(self, k: int) -> Iterator[float]:
+        """One a prompt; one with fewer than k scored rollouts has none."""
+        for group in self.groups:
+            if len(known := _known(group.correct)) >= k:
+                yield pass_at_k(len(known), sum(map(int, known)), k)
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [float(value) for value in values if value is not None]
 
 
 class HeldOut:
@@ -54,11 +116,14 @@ class HeldOut:
         is_over: Callable[[RunState], bool],
         every: int,
         tell: Callable[[EvalReport], None],
+        pass_at: Sequence[int] = (),
+        tables: Mapping[int, str] | None = None,
         beat: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`beat` is told with each group that the evaluation gets on."""
+        """`pass_at` and `tables` as in `Results`; `beat` is told with each group that the evaluation gets on."""
         self._rollout, self._reward, self._prompts = rollout, reward, prompts
         self._is_over, self._every, self._tell, self._beat = is_over, every, tell, beat
+        self._pass_at, self._tables = pass_at, tables
 
     async def run_if_due(self, state: RunState, since: int) -> None:
         if not self._prompts or not self._is_due(state, since):
@@ -66,7 +131,8 @@ class HeldOut:
         started = time.monotonic()
         groups = await held_out_groups(self._rollout, self._reward, self._prompts, self._beat)
         version = groups[0].rollouts[0].policy_version_max  # of the engine, which may not follow the trainer
-        self._tell(EvalReport(state.step, version, eval_metrics(groups), time.monotonic() - started))
+        metrics = Results(groups, self._pass_at, self._tables).metrics()
+        self._tell(EvalReport(state.step, version, metrics, time.monotonic() - started, tuple(groups)))
 
     def _is_due(self, state: RunState, since: int) -> bool:
         """A window may carry the step past the exact multiple."""

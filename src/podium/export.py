@@ -1,33 +1,124 @@
-"""`podium export`: a promotable folder (an adapter, or a model) out of a resumable checkpoint."""
+"""`podium export`: what a run trained, as a folder that others can load: the adapter, or plain weights with it merged.
+
+Merged weights are written, read again by transformers alone and compared with base + adapter before the folder gets its
+name, so a folder that is there answers as the run did.
+"""
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from podium.checkpoint import newest_checkpoint
-from podium.checkpoint_files import list_checkpoints, read_tensors, step_of
-from podium.errors import InputError
-from podium.model.load import load_policy
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from podium.checkpoint_files import find_damage, read_tensors
+from podium.errors import CheckpointError, InputError, ParityError
+from podium.model.forward import head_weight
+from podium.model.load import Policy, load_policy
+from podium.model_card import curve, model_card
 from podium.run_folder import RunFolder
+from podium.sections import Model
 from podium.settings import Settings
+from podium.trained import Trained, find_trained, run_model
+
+PROBE_TOKENS = 64
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Largest difference of a logprob; merging into bfloat16 weights rounds."""
 
 
-def export(settings: Settings, folder: RunFolder, out: Path, *, step: int | None = None, merge: bool = False) -> int:
-    """Writes `out`, whole or not at all, and returns the step that it is of. `merge`: a LoRA run as a full model."""
-    if out.exists():
-        raise InputError(f"{out} exists already; give a new folder")
-    if merge and settings.model.lora is False:
-        raise InputError("--merge has no effect: this run trains every weight; remove it")
-    steps = [step_of(place) for place in list_checkpoints(folder.checkpoints)]
-    if step is not None and step not in steps:
-        raise InputError(f"no checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
-    place = newest_checkpoint(folder.path if step is None else folder.checkpoints / f"step-{step:06d}")
-    policy = load_policy(settings.model, seed=settings.run.seed)
-    policy.load_trained(read_tensors(place))
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    kind: str
+    """"adapter" or "model"."""
+    files: dict[str, int]
+    """Bytes by name."""
+    gap: float | None
+    """Largest difference of a probe's logprobs to those of base + adapter; None where nothing was merged."""
+
+
+def export(target: str, out: Path, *, merge: bool = False, step: int | None = None) -> Exported:
+    """`target` is a run or an adapter folder; `step` one of the run's checkpoints instead of its end."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} is there already; give a new folder")
+    trained = _find(target, step)
+    section = Settings.from_dict({"model": trained.model}).model.model_copy(update={"device": "cpu"})
+    policy = load_policy(section, seed=0, weights=trained.weights)
+    if merge and policy.peft is None:
+        raise InputError(f"--merge has no effect: {target} trained every weight, so there is no adapter; leave it out")
+    if step is not None and trained.run is not None:
+        policy.load_trained(read_tensors(_checkpoint(trained.run, step)))
     unfinished = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
-        policy.save(str(unfinished), merge=merge)
+        gap = _write(policy, section, unfinished, merge)
+        kind = "adapter" if policy.peft is not None and not merge else "model"
+        _write_card(unfinished, trained, section.name, kind, step)
+        if out.exists():
+            out.rmdir()
         unfinished.rename(out)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return step_of(place)
+    return Exported(kind, {path.name: path.stat().st_size for path in sorted(out.iterdir())}, gap)
+
+
+def _find(target: str, step: int | None) -> Trained:
+    path = Path(target).expanduser()
+    if step is not None:
+        run = RunFolder.open(path)
+        return Trained(run_model(run), None, run)
+    trained = find_trained(target)
+    if trained.weights is None:
+        raise InputError(f"{target} is neither a run folder nor an adapter folder: nothing was trained there")
+    return trained
+
+
+def _checkpoint(run: RunFolder, step: int) -> Path:
+    place = run.checkpoints / f"step-{step:06d}"
+    if not place.is_dir():
+        there = sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-" + "[0-9]" * 6))
+        raise InputError(f"no checkpoint of step {step}; there are: {', '.join(map(str, there)) or 'none'}")
+    if complaint := find_damage(place):
+        raise CheckpointError(f"{place} is damaged: {complaint}")
+    return place
+
+
+def _write(policy: Policy, section: Model, folder: Path, merge: bool) -> float | None:
+    """The weights and what belongs to them; for merged ones, how far they are from base + adapter."""
+    if policy.peft is not None and not merge:
+        policy.peft.save_pretrained(str(folder))
+        return None
+    probe = _probe(head_weight(policy.model).shape[0])
+    expected = _logprobs(policy.model, probe)
+    model = policy.model if policy.peft is None else policy.peft.merge_and_unload(safe_merge=True)
+    model.save_pretrained(str(folder))
+    policy.tokenizer.save_pretrained(str(folder))
+    written = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=model.dtype, trust_remote_code=section.trust_remote_code, use_safetensors=True
+    )
+    gap = float((_logprobs(written, probe) - expected).abs().max())
+    if not gap <= TOLERANCE[model.dtype]:
+        raise ParityError(f"the written weights give logprobs that differ by {gap:.3g} from those of the trained model")
+    return gap if merge else None
+
+
+def _probe(rows: int) -> torch.Tensor:
+    """Ids from all over the vocabulary."""
+    return torch.tensor([[(7 * i * i + 3 * i + 1) % rows for i in range(PROBE_TOKENS)]])
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel | Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of every token of the vocabulary at every place, by the model's own forward pass, as others will compute it."""
+    return torch.log_softmax(model.eval()(input_ids=ids).logits.float(), dim=-1)
+
+
+def _write_card(folder: Path, trained: Trained, base: str, kind: str, step: int | None) -> None:
+    (folder / "README.md").write_text(model_card(trained.run, base, kind, step), encoding="utf-8")
+    drawn = curve(trained.run, step) if trained.run is not None else None
+    if drawn is not None:
+        (folder / "curve.svg").write_text(drawn, encoding="utf-8")

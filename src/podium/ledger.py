@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import CheckpointError
-from podium.run_folder import RunFolder
+from podium.run_folder import RunFolder, write_atomically
 
 
 class Ledger:
@@ -41,6 +41,12 @@ class Ledger:
         self._rollouts_hash.update(data)
         self._rollout_files += 1
         self._written |= {self._step_file(step), self._folder.rollouts}
+
+    def add_held_out(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """To evals/step-000010.jsonl. No part of what a checkpoint proves: an evaluation done again writes the same."""
+        self._folder.evals.mkdir(exist_ok=True)
+        lines = "".join(json.dumps(rollout) + "\n" for rollout in rollouts)
+        write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines)
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint remembers."""

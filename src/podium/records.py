@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+PER_TOKEN = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")  # fields of a Batch
+PER_TOKEN += ("old_logprobs", "reference_logprobs")  # these may be None
 
 
 def ids_digest(token_ids: Sequence[int]) -> str:
@@ -267,11 +269,9 @@ class Batch:
     def documents(self, first: int, last: int) -> Batch:
         """Documents first … last − 1 as a batch of their own; the step's totals stay."""
         start, end = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
-        flat = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")
-        flat += ("old_logprobs", "reference_logprobs")
         return replace(
             self,
-            **{name: value[start:end] for name in flat if (value := getattr(self, name)) is not None},
+            **{name: value[start:end] for name in PER_TOKEN if (value := getattr(self, name)) is not None},
             document_ids=self.document_ids[start:end] - first,
             cu_seqlens=self.cu_seqlens[first : last + 1] - start,
             answer_starts=self.answer_starts[first:last],
@@ -281,9 +281,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch there; `cu_seqlens` stays on the CPU, where documents are counted and cut."""
-        names = ("token_ids", "position_ids", "document_ids", "loss_mask", "advantages", "rollout_logprobs")
-        names += ("old_logprobs", "reference_logprobs")
-        tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
+        tensors = {name: value for name in (*PER_TOKEN, "document_ids") if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
@@ -383,6 +381,8 @@ class EvalReport:
     metrics: Mapping[str, float]
     """`eval/*`"""
     seconds: float
+    groups: tuple[Group, ...] = ()
+    """Every held-out prompt with its rollouts, scored."""
 
 
 @dataclass(frozen=True)

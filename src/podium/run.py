@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
-from podium.evaluation import eval_metrics, held_out_groups
+from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
 from podium.records import Group, RunState
@@ -27,7 +28,9 @@ from podium.runtime._build import (
     eval_options,
     read_sources,
 )
+from podium.runtime._core import check_ranks
 from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._launch import is_rank, launch
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
@@ -70,6 +73,8 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
+    if ranks := _ranks_to_launch(settings):
+        return _launched(settings, ranks, folder=None, step=None, console_mode=console_mode)
     with StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
@@ -88,6 +93,9 @@ def resume(
 
     Those that make it another run may only differ where `allow_change` names them.
     """
+    if ranks := _ranks_to_launch(settings):
+        job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
+        return _launched(settings, ranks, console_mode=console_mode, **job)
     folder.allowed_changes = tuple(allow_change)
     folder.lock()
     try:
@@ -103,6 +111,11 @@ def resume(
 
 def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float]:
     """Held-out metrics of `[model]`, or of trained `weights` (a model folder or an adapter folder)."""
+    return held_out_results(settings, weights).metrics()
+
+
+def held_out_results(settings: Settings, weights: Path | None = None) -> Results:
+    """The same, with every rollout."""
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = settings.resolve()
@@ -119,7 +132,18 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
         return await held_out_groups(rollout, scoring, held_out.in_order())
 
     with closing(engine), closing(scoring):
-        return eval_metrics(asyncio.run(groups()))
+        return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
+
+
+def _ranks_to_launch(settings: Settings) -> int:
+    """How many processes this run needs; 0 where this one is enough, or is one of them already."""
+    ranks = settings.runtime.options.get("ranks", 1)
+    return 0 if ranks == 1 or is_rank() else ranks
+
+
+def _launched(settings: Settings, ranks: int, **job: Any) -> Summary:
+    check_ranks(settings, ranks)
+    return Summary(**launch({"settings": settings.to_dict(), **job}, ranks))
 
 
 def _new_path(name: str) -> Path:

@@ -1,7 +1,7 @@
 """A run is a folder: its files by name, its lock and its status.
 
 settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
-rollouts/  checkpoints/  final/
+rollouts/  evals/  checkpoints/  final/
 """
 
 import fcntl
@@ -27,6 +27,7 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.tokens = path / "tokens.jsonl"
         self.rollouts = path / "rollouts"
+        self.evals = path / "evals"
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.page = path / "report.html"

@@ -321,12 +321,19 @@ class Eval(Section):
     """Steps between evaluations; 0: before the first step and after the last."""
     n: Annotated[int, Field(ge=1)] = 1
     """Rollouts per held-out prompt."""
+    pass_at: list[Annotated[int, Field(ge=1)]] | None = None
+    """The k of pass@k, at most n each; by default n where that is above 1."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     data: list[DataSource] = []
     """Held-out sources; none: no evaluation."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k that are told; with one rollout a prompt it would be the accuracy again."""
+        return tuple(self.pass_at or ([self.n] if self.n > 1 else []))
 
 
 class CheckpointSection(Section):

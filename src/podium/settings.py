@@ -114,14 +114,8 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
+        _refuse_idle_evaluation(self.eval)
         _refuse_two_starts(self)
-        keys = ("every", "n", "temperature", "top_k", "top_p")
-        changed = [key for key in keys if getattr(self.eval, key) != Eval.model_fields[key].default]
-        if changed and not self.eval.data:
-            raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
-        if self.eval.temperature == 0 and {"n", "top_k", "top_p"} & set(changed):
-            key = next(key for key in changed if key in ("n", "top_k", "top_p"))
-            raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
         return self
 
     def resolve(self) -> "Settings":
@@ -129,6 +123,8 @@ class Settings(Section):
         given = {section: getattr(self, section) for section in CHOICES}
         given["sync"] = self._with_channel()
         resolved = {section: choice.resolved(section, section) for section, choice in given.items()}
+        if refuse := getattr(find("engine", self.engine.name), "refuse", None):
+            refuse(**resolved["engine"].options)
         rollout, trainer = resolved["rollout"].options, resolved["trainer"].options
         if rollout.get("temperature") == 0:
             raise InputError(
@@ -190,6 +186,20 @@ class Settings(Section):
         import tomli_w
 
         return tomli_w.dumps(self.to_dict())
+
+
+def _refuse_idle_evaluation(given: Eval) -> None:
+    """Keys of `[eval]` that would have no effect."""
+    keys = ("every", "n", "pass_at", "temperature", "top_k", "top_p")
+    changed = [key for key in keys if getattr(given, key) != Eval.model_fields[key].default]
+    if changed and not given.data:
+        raise InputError(f"eval.{changed[0]} has no effect without an [[eval.data]] table; add one or remove it")
+    if given.temperature == 0 and {"n", "pass_at", "top_k", "top_p"} & set(changed):
+        key = next(key for key in changed if key in ("n", "pass_at", "top_k", "top_p"))
+        raise InputError(f"eval.{key} has no effect on greedy rollouts; set eval.temperature above 0 or remove it")
+    for k in given.pass_at or ():
+        if k > given.n:
+            raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
 
 
 def _refuse_two_starts(settings: Settings) -> None:

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from podium.engine._adapted import AdaptedLinear
+from podium.engine._cuda.adapted import AdaptedLinear
 
 
 @pytest.mark.parametrize("bias", [False, True])

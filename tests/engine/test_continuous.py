@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from podium.engine import _continuous
-from podium.engine._continuous import Continuous
-from podium.engine._joined import join_weights
+from podium.engine._cuda import continuous as module
+from podium.engine._cuda.continuous import Continuous
+from podium.engine._cuda.joined import join_weights
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, twin_of
@@ -37,7 +37,7 @@ def test_it_writes_what_the_reference_path_writes(
     concurrency: int, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots and prompts' places are taken again by others, batches shrink, ends are seen late."""
-    monkeypatch.setattr(_continuous, "STEPS_AHEAD", steps_ahead)
+    monkeypatch.setattr(module, "STEPS_AHEAD", steps_ahead)
     expected = generate(Inprocess(policy()), requests(9), SAMPLING)
     assert_same(continuous(requests(9), SAMPLING, concurrency), expected)
 
@@ -91,7 +91,7 @@ def test_a_prompt_goes_through_the_model_once_even_if_its_group_does_not_fit() -
 def test_fewer_rollouts_at_once_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = Continuous(policy().twin, 512, None)
     slots = roomy.reserve(requests(9, 8), SAMPLING).capacity.slots
-    monkeypatch.setattr(_continuous, "device_bytes", lambda device: 2e7)
+    monkeypatch.setattr(module, "device_bytes", lambda device: 2e7)
     tight = Continuous(policy().twin, 512, None)
     step = tight.reserve(requests(9, 8), SAMPLING)
     assert step.capacity.slots < slots

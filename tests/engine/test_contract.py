@@ -84,6 +84,13 @@ ENGINES = {
     "vllm_local": Row(in_this_process("vllm_local", eager=True, concurrency=16), no_next_token, needs="vllm"),
     "vllm_server over inprocess": Row(behind_a_server("inprocess")),
     "vllm_server over vllm_local": Row(behind_a_server("vllm_local", eager=True, concurrency=16), needs="vllm"),
+    "pool of inprocess": Row(in_this_process("pool")),
+    "pool of vllm_local": Row(
+        in_this_process(
+            "pool", of="vllm_local", replicas=(1, 1), member={"eager": True, "concurrency": 16}, prompts_per_request=4
+        ),
+        needs="vllm",
+    ),
 }
 
 

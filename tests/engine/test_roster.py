@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from podium.engine._roster import LEAST_BATCH, Roster, ladder, rung_for
+from podium.engine._cuda.roster import LEAST_BATCH, Roster, ladder, rung_for
 from podium.records import Request
 
 

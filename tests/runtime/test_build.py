@@ -86,4 +86,4 @@ def test_a_program_cannot_be_promised_more_memory_than_its_process_has(tmp_path:
     tables["reward"] = [{"name": "code", "memory_mb": 8192, "sandbox": "weak"}]
     with pytest.raises(InputError, match=r"memory_mb = 8192 has no effect, its process may take 4096"):
         check(Settings.from_dict(tables))
-    assert "reward dry-run" in check(Settings.from_dict(tables | {"scoring": {"worker_memory_mb": 8192}}))
+    assert "reward dry-run" in check(Settings.from_dict(tables | {"scoring": {"worker_memory_mb": 8192}}))[0]

@@ -94,7 +94,7 @@ def test_check_says_that_it_does_not_fit(tmp_path: Path, monkeypatch, capsys) ->
     assert main(["check", str(tmp_path / "run.toml")]) == 0
     assert "too much" not in capsys.readouterr().out
     monkeypatch.setattr(_memory, "device_bytes", lambda device: 1_000_000)
-    assert main(["check", str(tmp_path / "run.toml")]) == 0
+    assert main(["check", str(tmp_path / "run.toml")]) == 2
     assert "too much" in capsys.readouterr().out
 
 

@@ -22,7 +22,9 @@ def test_200_clients_during_reloads_get_one_version_each(server: Running, tmp_pa
     folders = [published(server.root, policy, first + k, seed=k, scale=0.3) for k in range(RELOADS)]
     by_version: dict[int, set[str]] = {}
     statuses: Counter[Any] = Counter()
-    body = {"prompt_token_ids": [1, 5, 9], "max_tokens": 12, "seeds": [1, 2], "stop_token_ids": []}
+    asked = [{"key": k, "prompt_token_ids": [1, 5, 9], "seeds": [k, 9]} for k in range(4)]
+    stops = list(range(0, 100, 10))  # so many that rollouts end at different times
+    body = {"requests": asked, "max_tokens": 40, "temperature": 1.5, "stop_token_ids": stops}
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         await asyncio.sleep(random.Random(number).random() * 3)
@@ -35,10 +37,10 @@ def test_200_clients_during_reloads_get_one_version_each(server: Running, tmp_pa
         response = await client.post("/generate", json=body)
         statuses[response.status_code] += 1
         if response.status_code == 200:
-            answer = response.json()
-            [version] = {each for pair in answer["policy_versions"] for each in pair}
-            assert version == answer["policy_version"]
-            by_version.setdefault(version, set()).add(str(answer["logprobs"]))
+            answers = response.json()["answers"]
+            [version] = {each for answer in answers for pair in answer["policy_versions"] for each in pair}
+            assert all(version == answer["policy_version"] for answer in answers)
+            by_version.setdefault(version, set()).add(str([answer["logprobs"] for answer in answers]))
 
     async def reload(client: httpx.AsyncClient) -> None:
         for k, folder in enumerate(folders):

@@ -21,7 +21,7 @@ from podium.model.forward import Placed, place
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 from podium.trainer._checks import check_ids
-from podium.trainer._ranks import sum_over_ranks, together
+from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
 from podium.trainer._step import gradients_of_update
 
 OBJECTIVES = {
@@ -33,7 +33,7 @@ OBJECTIVES = {
 }
 VOCABULARY = 11
 RARE = VOCABULARY - 1
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 class Tiny(torch.nn.Module):
@@ -105,7 +105,16 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
             raise torch.OutOfMemoryError("too large")
         return model(placed.batch)
 
-    made: Any = gradients_of_update(logprobs_of, place_on_cpu, model, placed, objective, 0)  # type: ignore[arg-type]
+    made: Any = gradients_of_update(
+        logprobs_of,
+        place_on_cpu,
+        model,  # type: ignore[arg-type]
+        placed,
+        objective,
+        0,
+        lambda loss, is_last: loss.backward(),
+        lambda: sum_gradients(model.parameters()),
+    )
     metrics, halvings = made
     gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
     return {"metrics": metrics, "gradients": gradients, "halvings": halvings}
@@ -145,6 +154,43 @@ def single_steps(lora: bool, rank: int = 0, ranks: int = 1) -> list[dict[str, An
             }
         )
     return done
+
+
+def sharded_steps(
+    name: str, options: dict[str, Any], lora: bool, folder: str, start: str | None = None, rank: int = 0, ranks: int = 1
+) -> dict[str, Any]:
+    """Two steps of a trainer by its name, from the checkpoint `start` if there is one; its own goes into `folder`."""
+    from safetensors.torch import load_file, save_file
+
+    from podium.lookup import find
+    from podium.model.load import load_policy
+    from podium.settings import Model
+    from tests.trainer.test_single import a_group
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    section = Model.model_validate({"device": "cpu"} if lora else {"device": "cpu", "lora": False})
+    trainer = find("trainer", name)(load_policy(section, seed=0), Objective(grpo), 10, lr=1e-4, **options)
+    if start is not None:
+        trainer.load_state(load_file(start))
+    metrics = []
+    for number in (4, 3):
+        batches = pack([a_group(trainer, number)], max_tokens_per_batch=60, temperature=1.0, ranks=ranks)
+        metrics.append(dict(asyncio.run(trainer.step(batches[rank::ranks])).metrics))
+    score = asyncio.run(trainer.score(list(range(3, 20))))
+    state = trainer.state()
+    model = Path(folder) / f"model-{rank}"
+    if rank:
+        list(trainer.weights())  # rank 0 gathers them for its files
+    else:
+        save_file(state, Path(folder) / "state.safetensors")
+        trainer.save_model(str(model))
+    return {
+        "metrics": metrics,
+        "score": score,
+        "state": {key: value.tolist() for key, value in state.items() if not key.startswith("random.")},
+        "weights": {name: tensor.tolist() for name, tensor in trainer.weights()},
+        "model": str(model),
+    }
 
 
 class Pair:

@@ -433,7 +433,9 @@ def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
     assert [len(placed.row.loss_places) > 0 for placed in made] == [True, True, False]
 
     def gradients(batches: list[Placed]) -> tuple[dict[str, float], torch.Tensor]:
-        metrics, _ = gradients_of_update(trainer._logprobs, trainer._place, trainer._model, batches, objective, 0)
+        metrics, _ = gradients_of_update(
+            trainer._logprobs, trainer._place, trainer._model, batches, objective, 0, trainer._backward, lambda: None
+        )
         return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
 
     (without, gradient), (metrics, same) = gradients(made[:2]), gradients(made)
@@ -525,7 +527,14 @@ def test_the_steps_statistics_by_hand() -> None:
     placed = placed.with_fields(rollout_logprobs=rollout, reference_logprobs=(logprobs.detach() - 0.5) * mask)
     entropy = 2.0 * mask
     metrics, _ = gradients_of_update(
-        lambda _: (logprobs, entropy), trainer._place, trainer._model, [placed], trainer._loss, 0
+        lambda _: (logprobs, entropy),
+        trainer._place,
+        trainer._model,
+        [placed],
+        trainer._loss,
+        0,
+        trainer._backward,
+        lambda: None,
     )
     assert metrics["policy/entropy"] == pytest.approx(2.0)
     assert metrics["mismatch/outside_share"] == pytest.approx(2 / 3)  # 1.2 is above 1.1 and 0.8 below 0.9

@@ -76,6 +76,14 @@ class OrderedData:
         return [f"row {number} of {name}" for number, name in zip(numbers, names, strict=True)]
 
     @property
+    def tables(self) -> dict[int, str]:
+        """The table that each row is of, by index: its name, and its number where several have that name."""
+        names = [source.name for source in self.sources]
+        told = [name if names.count(name) == 1 else f"{name} {n}" for n, name in enumerate(names, start=1)]
+        each = [name for name, source in zip(told, self.sources, strict=True) for _ in range(source.num_rows)]
+        return dict(enumerate(each))
+
+    @property
     def rewards(self) -> list[tuple[str, ...]]:
         """The rewards that each row names."""
         return [tuple(row.reward) for row in self._rows]

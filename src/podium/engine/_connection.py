@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from podium.errors import EngineError, InputError, WeightsError
+from podium.errors import BusyError, EngineError, InputError, WeightsError
 
 RETRIES = 2
 BACKOFF_S = 0.2
@@ -103,6 +103,13 @@ class Connection:
             self._client = (loop, httpx.AsyncClient(transport=transport, **self._options(self._timeout_s)))
         return self._client[1]
 
+    async def close(self) -> None:
+        """Closes what this event loop has open; it is opened again when it is needed."""
+        if self._client is not None and self._client[0] is asyncio.get_running_loop():
+            _, client = self._client
+            self._client = None
+            await client.aclose()
+
     def _options(self, timeout_s: float) -> dict[str, Any]:
         headers = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
         return {
@@ -131,6 +138,8 @@ class Connection:
             )
         if path == "/reload_weights" and status in (403, 404, 422):
             kind = WeightsError
+        elif status == 503:
+            kind = BusyError
         elif status in (400, 413, 415, 422) or (path == "/claim" and status == 409):
             kind = InputError  # a claim that was lost later is the engine's doing
         raise kind(f"engine {self.url} answered {status}: {told}")

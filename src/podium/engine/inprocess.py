@@ -25,10 +25,10 @@ from torch.utils._triton import has_triton
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from podium.engine._adapted import AdaptedLinear
-from podium.engine._continuous import Continuous
+from podium.engine._cuda.adapted import AdaptedLinear
+from podium.engine._cuda.continuous import Continuous
+from podium.engine._cuda.joined import join_weights
 from podium.engine._draft import Draft
-from podium.engine._joined import join_weights
 from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
@@ -200,7 +200,7 @@ class Inprocess:
             if layer and self._model is self._trained:
                 continue
             if layer:
-                halves[part[0]] = tensor
+                halves[part[0]] = tensor.to(self._device)  # from a folder it comes on the CPU
                 if len(halves) == 2:
                     self._lay_over(layer, halves.pop("A"), halves.pop("B"))
             elif own[name].data_ptr() != tensor.data_ptr():

@@ -31,7 +31,7 @@ CALL_PROMPTS = 2_048
 class VllmServer:
     """`snapshot` is of no concern here: a server always has weights of its own."""
 
-    channels = ("adapter", "disk")
+    channels = ("adapter", "disk", "nccl")
     outlives_run = True
 
     def __init__(
@@ -57,6 +57,8 @@ class VllmServer:
         self.dtype: str = info["dtype"]
         self.max_context_tokens: int = info["max_context_tokens"]
         self.weights_root = Path(info["weights_root"])
+        self.transfer_ranks: int = info["transfer_ranks"]
+        """GPUs that can meet the trainer's for `nccl`; 0: none."""
 
     def _shake_hands(self, info: Any) -> None:
         """Another tokenizer would mean other words by the same ids."""
@@ -121,10 +123,25 @@ class VllmServer:
             raise WeightsError(f"engine {self._connection.url} confirmed other weights than version {version}")
         self.policy_version = version
 
+    async def join_transfer(self, init_info: dict[str, Any]) -> None:
+        """The server's GPUs meet the trainer's (sync/nccl.py)."""
+        await self._connection.post("/join_transfer", {**init_info, "run": self._run})
+
+    async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
+        """The server takes what the trainer broadcasts at the same time."""
+        body = {**update_info, "version": version, "run": self._run}
+        if await self._connection.post("/receive_weights", body) != {"version": version}:
+            raise WeightsError(f"engine {self._connection.url} confirmed other weights than version {version}")
+        self.policy_version = version
+
     async def claim(self, run_id: str, scope: str) -> None:
         """The engine is this run's from now on; one that is another's, or of another scope, is refused."""
         await self._connection.post("/claim", {"run": run_id, "scope": scope})
         self._run = run_id
+
+    async def disconnect(self) -> None:
+        """Closes the connections of this event loop, for whoever keeps many engines."""
+        await self._connection.close()
 
     def close(self) -> None:
         """Releases the engine; one that cannot be told finds out by itself."""

@@ -51,6 +51,15 @@ def write_adapter(folder: Path, config: Any, weights: Named) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
 
 
+def save_gathered(folder: Path, policy: Policy, weights: Named) -> None:
+    """What a user takes away, of a model that does not hold its weights whole: an adapter folder or a model folder."""
+    if policy.peft is not None:
+        write_adapter(folder, policy.peft.peft_config["default"], weights)
+        return
+    policy.model.save_pretrained(folder, state_dict=dict(weights))
+    policy.tokenizer.save_pretrained(folder)
+
+
 def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     """The tensors of a published folder, each with the shape of its namesake in `expected`."""
     manifest = read_manifest(folder)

@@ -49,13 +49,21 @@ class Policy:
     @property
     def vocabulary(self) -> int:
         """Ids that the model can write; more than the tokenizer knows where its table is padded."""
-        return head_weight(self.model).shape[0]
+        return head_weight(self.twin).shape[0]  # the model's own may be spread over ranks
 
     @property
     def adapter_scale(self) -> float:
         """alpha / r."""
         config = self.peft.peft_config["default"]
         return config.lora_alpha / config.r
+
+    def separate_twin(self, keep: bool = True) -> None:
+        """Gives the twin weights of its own, or none at all, before those of the model are spread over ranks."""
+        for module in self.twin.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                own = parameter.detach().clone() if keep else parameter.detach().to("meta")
+                setattr(module, name, torch.nn.Parameter(own, requires_grad=False))
+        self.twin.tie_weights()
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's, or all; their names are those of a checkpoint."""
@@ -67,32 +75,39 @@ class Policy:
         own = self.trained_parameters()
         saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
         mine = {name: parameter.shape for name, parameter in own.items()}
-        if saved != mine:
-            other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
-            raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
+        refuse_other_weights(saved, mine)
         for name, parameter in own.items():
             parameter.copy_(tensors[f"weights.{name}"])
 
-    def save(self, folder: str, *, merge: bool = False) -> None:
-        """What a user takes away: a model folder, or an adapter folder unless it is to be merged into its base, which
-        leaves this policy without one."""
-        if self.peft is None or merge:
-            model = self.model if self.peft is None else self.peft.merge_and_unload()
-            model.save_pretrained(folder)
+    def save(self, folder: str) -> None:
+        """What a user takes away: a model folder, or an adapter folder."""
+        if self.peft is None:
+            self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
         else:
             self.peft.save_pretrained(folder)
             (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine takes over: parameters by name, or an adapter as `<layer>.lora_A` and `<layer>.lora_B`."""
+        """What an engine takes over, by the names of `named_trained`."""
+        return ((name, parameter.detach()) for name, parameter in self.named_trained())
+
+    def named_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by name, or an adapter's as `<layer>.lora_A` and `<layer>.lora_B`."""
         if self.peft is None:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            yield from self.model.named_parameters()
             return
         for name, module in self.model.named_modules():
             if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
-                yield f"{name}.lora_A", module.lora_A["default"].weight.detach()  # type: ignore[index]
-                yield f"{name}.lora_B", module.lora_B["default"].weight.detach()  # type: ignore[index]
+                yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,misc]
+                yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
+
+
+def refuse_other_weights(saved: Mapping[str, torch.Size], mine: Mapping[str, torch.Size]) -> None:
+    """Shapes by name: a checkpoint's and a model's."""
+    if saved != mine:
+        other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
+        raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
 
 
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:

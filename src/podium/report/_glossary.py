@@ -249,18 +249,45 @@ TIME = Chapter(
     ),
 )
 
+ABOUT_EVALUATION = """Lines with `"eval": true`. Means over prompts of each prompt's mean over its `eval.n` rollouts.
+`_low` and `_high` beside a number are its 95 % interval over prompts: Wilson's where each prompt's value is 0 or 1,
+else the bootstrap's (2000 samples, seeded). The rollouts themselves are in `evals/`. A difference between two
+evaluations that is smaller than the intervals may still be real, as the prompts are the same: `podium eval A --against
+B` tells."""
+
 EVALUATION = Chapter(
     "Evaluation",
-    'Lines with `"eval": true`. Means over prompts of each prompt\'s mean over its `eval.n` rollouts.',
+    ABOUT_EVALUATION,
     (
         Metric(
-            "eval/accuracy",
-            "share of correct rollouts",
+            "eval/accuracy, eval/accuracy_low, eval/accuracy_high",
+            "share of correct rollouts: mean@n",
             "falls while `reward/mean` rises: the policy learns the training prompts, or the reward, and not the task",
         ),
-        Metric("eval/reward_mean", "mean reward"),
-        Metric("eval/stop_rate, eval/length_mean", "of the held-out rollouts"),
+        Metric(
+            "eval/pass@*, eval/pass@*_low, eval/pass@*_high",
+            "chance that one of k rollouts is correct, 1 − C(n−c, k) / C(n, k) with c of n correct, for each k of "
+            "`eval.pass_at`; prompts with fewer than k scored rollouts are left out",
+            "falls while the accuracy rises: the policy has stopped to try other ways",
+        ),
+        Metric("eval/reward_mean, eval/reward_mean_low, eval/reward_mean_high", "mean reward"),
+        Metric("eval/verifier/NAME", "mean of one reward, unweighted and without penalties"),
+        Metric(
+            "eval/source/NAME/accuracy, eval/source/NAME/reward_mean",
+            "the same of one `[[eval.data]]` table, where there are several",
+        ),
+        Metric(
+            "eval/stop_rate, eval/stop_rate_low, eval/stop_rate_high",
+            "share of rollouts that ended with a stop token",
+            "falls: answers are cut at `rollout.max_new_tokens`",
+        ),
+        Metric("eval/length_mean, eval/length_max", "tokens of an answer"),
         Metric("eval/prompts", "how many held-out prompts"),
+        Metric(
+            "eval/abstained",
+            "rollouts to which no reward gave a number; they count nowhere above",
+            "above 0: those rollouts are lost",
+        ),
     ),
 )
 

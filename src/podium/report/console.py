@@ -85,7 +85,9 @@ class Console:
         self._print({"event": "step", "step": step, **metrics}, f"step {step}/{self._steps}  {cells}")
 
     def evaluated(self, report: EvalReport) -> None:
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in report.metrics.items())
+        told = {name.removeprefix("eval/"): value for name, value in report.metrics.items()}
+        plain = {name: value for name, value in told.items() if not name.endswith(("_low", "_high"))}
+        shown = "  ".join(f"{name} {value:.3g}" for name, value in plain.items())
         self._held_out = f"held-out at step {report.step}: {shown}"
         self._print({"event": "eval", "step": report.step, **report.metrics}, self._held_out)
 

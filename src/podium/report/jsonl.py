@@ -32,6 +32,7 @@ class Jsonl:
             "time/eval_s": report.seconds,
         }
         self._ledger.add_line({**line, **_rounded(report.metrics)})
+        self._ledger.add_held_out(report.step, list(held_out_lines(report.groups)))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Nothing is left to write."""
@@ -62,6 +63,24 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "token_ids": list(rollout.token_ids),
                 "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
                 **_logprob_gaps(report, group, index),
+            }
+
+
+def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """One line a rollout of an evaluation."""
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            yield {
+                "ordinal": group.prompt.ordinal,
+                "sample_index": rollout.sample_index,
+                "prompt": group.prompt.question,
+                "answer": group.prompt.answer,
+                "text": rollout.text,
+                "reward": group.rewards[index],
+                "reward_parts": dict(group.reward_parts[index]),
+                "correct": group.correct[index],
+                "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.token_ids),
             }
 
 

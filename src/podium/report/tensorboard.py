@@ -19,8 +19,8 @@ class Tensorboard(Tracker):
 
         place = str(self.folder.path / "tensorboard")
         # What was written after the commit that a resume goes on from is hidden.
-        purge = {"purge_step": last_step + 1} if last_step else {}
-        self._writer = tensorboardX.SummaryWriter(place, flush_secs=10, **purge)
+        purge_step = last_step + 1 if last_step else None
+        self._writer = tensorboardX.SummaryWriter(place, flush_secs=10, purge_step=purge_step)
         if self.folder.settings.exists():
             text = self.folder.settings.read_text(encoding="utf-8")
             self._writer.add_text("settings", f"```toml\n{text}\n```", last_step)

@@ -11,20 +11,18 @@ import json
 import os
 import random
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from podium.errors import RewardContractError
 from podium.lookup import find, validate_options
+from podium.processes import adopt_orphans, bury, die_with_parent, kill_strays, outlive_parent
 from podium.reward._calls import call_reward
 from podium.reward._classes import Normalised, bound_reward
 from podium.reward._contract import Style, style_of
-from podium.reward._death import adopt_orphans, die_with_parent, outlive_parent
 from podium.reward._inside._limits import hide_from_others
 from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
 
@@ -32,8 +30,6 @@ MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 512
 MAX_MORE_TASKS = 1024
 """Processes and threads that the user may have beyond those there were at the start; the kernel exempts root."""
-MAX_GENERATIONS = 100
-"""How far the children of children are followed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Template:
                 break
         for worker in list(self._workers):
             self._bury(worker)
-        self._kill_strays()
+        kill_strays(self._workers)
 
     def _fork(self, descriptor: int) -> None:
         template = os.getpid()
@@ -130,29 +126,11 @@ class Template:
             resource.setrlimit(kind, (least, least))
 
     def _bury(self, worker: int) -> int:
-        """Kills the worker's group and what escaped from it; its exit status, negative for a signal.
-
-        A worker that is dead stays a zombie until now, so its number cannot have become another process's.
-        """
+        """Kills the worker's group and what escaped from it; its exit status, negative for a signal."""
         if worker not in self._workers:
             return 0
         self._workers.discard(worker)
-        with suppress(ProcessLookupError):
-            os.killpg(worker, signal.SIGKILL)
-        _, status = os.waitpid(worker, 0)
-        self._kill_strays()
-        return os.waitstatus_to_exitcode(status)
-
-    def _kill_strays(self) -> None:
-        """Processes that left their worker's group became the template's children when their parents died."""
-        for _ in range(MAX_GENERATIONS):
-            strays = [child for child in _children() if child not in self._workers]
-            for stray in strays:
-                with suppress(ProcessLookupError):
-                    os.kill(stray, signal.SIGKILL)
-                os.waitpid(stray, 0)  # its own children are this process's from now on
-            if not strays:
-                return
+        return bury(worker, self._workers)
 
 
 class Worker:
@@ -208,12 +186,6 @@ def _limit_processor_time(seconds: float) -> None:
     soft = int(used.ru_utime + used.ru_stime + seconds) + 2
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _children() -> list[int]:
-    me = os.getpid()
-    with open(f"/proc/{me}/task/{me}/children") as file:
-        return [int(pid) for pid in file.read().split()]
 
 
 def _tasks_of_user() -> int:

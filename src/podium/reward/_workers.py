@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podium.errors import RewardFailedError
+from podium.processes import how_it_ended
 from podium.reward._calls import late
 from podium.reward._contract import Style
 from podium.reward._conversation import Fate, Worker
@@ -96,13 +97,8 @@ class RewardWorkers:
 
 def _described(status: int | None) -> str:
     """How a process ended, in words."""
-    if status is None:
-        return "its process died"
     if status == OUT_OF_MEMORY:
         return "its process ran out of memory, see scoring.worker_memory_mb"
-    if status >= 0:
-        return f"its process exited with code {status}"
     if status == -signal.SIGXCPU:
         return "its processor time was used up"
-    names = {each.value: each.name for each in signal.Signals}
-    return f"its process was killed by {names.get(-status, f'signal {-status}')}"
+    return how_it_ended(status)

@@ -3,7 +3,6 @@
 import inspect
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from podium.reward._combine import NamedReward
 from podium.reward._contract import declared_range
 from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
+from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
 from podium.runtime._watch import Watch
 from podium.sections import CorrectionSection, DataSource, Reward
@@ -80,7 +80,7 @@ def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
 def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
     """The rows of all sources, rendered, in the run's order."""
     max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
-    context = min(policy.max_context_tokens, settings.engine.options.get("max_context_tokens") or sys.maxsize)
+    context = min(policy.max_context_tokens, max_engine_tokens(settings))
     fits = context - max_new_tokens
     if fits < 1:
         raise InputError(
@@ -280,14 +280,15 @@ def build_filter(settings: Settings) -> Any:
     return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
 
 
-def build_pack(settings: Settings, memory: MemoryPlan) -> Any:
-    """Groups in, batches out."""
+def build_pack(settings: Settings, memory: MemoryPlan, ranks: int = 1) -> Any:
+    """Groups in, batches out, as many for each rank."""
     return partial(
         pack,
         max_tokens_per_batch=memory.max_tokens_per_batch,
         temperature=settings.rollout.options.get("temperature", 1.0),
         minibatches=settings.trainer.options.get("minibatches_per_step", 1),
         shared_prefix=settings.pack.shared_prefix,
+        ranks=ranks,
     )
 
 

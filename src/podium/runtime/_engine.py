@@ -3,7 +3,7 @@
 import inspect
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from podium.sync._delivery import Delivery
 from podium.sync._probe import TOLERANCE
 
 
-def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
-    """`snapshot`: the engine keeps its weights while the trainer moves on.
+def make_engine(
+    settings: Settings, policy: Policy, *, snapshot: bool, on_event: Callable[..., None] | None = None
+) -> Any:
+    """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` is told what happens to it.
 
     An engine with an argument called `compute_dtype` is handed that of the trainer's matrix products.
     """
@@ -34,6 +36,8 @@ def make_engine(settings: Settings, policy: Policy, *, snapshot: bool) -> Any:
     engine = make(*wiring, **settings.engine.options)
     if hasattr(engine, "in_flight"):
         engine.in_flight = settings.run.in_flight
+    if on_event is not None and hasattr(engine, "on_event"):
+        engine.on_event = on_event
     return engine
 
 
@@ -88,9 +92,15 @@ async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str
             remove_published(folder)
 
 
+def max_engine_tokens(settings: Settings) -> int:
+    """Prompt and answer that the engine takes by its own options; those of a pool's members stand in `member`."""
+    options = settings.engine.options
+    return (options | options.get("member", {})).get("max_context_tokens") or sys.maxsize
+
+
 def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
     """Fixed tokens for the parity probe: the first prompts, one after the other, as many as an engine takes."""
-    longest = min(64, (settings.engine.options.get("max_context_tokens") or sys.maxsize) - 1)
+    longest = min(64, max_engine_tokens(settings) - 1)
     ids = [token for prompt in data.in_order(4) for token in prompt.token_ids]
     return (ids * 2)[: max(2, min(longest, len(ids)))]
 

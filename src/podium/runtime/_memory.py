@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from podium.engine._decode_step import Capacity
+from podium.engine._cuda.decode_step import Capacity
+from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
@@ -103,6 +104,9 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
 
 
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if settings.engine.name == "pool":  # each process may come to hold every weight
+        weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
+        return num_processes(settings.engine.options) * weights
     if settings.engine.options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
     if settings.engine.name.startswith("vllm"):  # weights of its own; on a GPU its share holds the cache too
@@ -153,4 +157,5 @@ def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answ
 def num_slots(settings: Settings) -> int:
     """Rollouts that the in-process engine writes at the same time."""
     rollouts = settings.plan.prompts_ahead * settings.run.rollouts_per_prompt
-    return min(settings.engine.options.get("concurrency", rollouts), rollouts)
+    given = settings.engine.options.get("concurrency")
+    return min(given, rollouts) if isinstance(given, int) and settings.engine.name != "pool" else rollouts

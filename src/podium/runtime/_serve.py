@@ -1,6 +1,5 @@
 """`podium serve`: a model, an engine and the HTTP server, wired."""
 
-import json
 import os
 import secrets
 import sys
@@ -18,8 +17,9 @@ from podium.server.auth import digest
 from podium.server.listen import listen, tcp_socket, unix_socket, url_of
 from podium.server.served import Maker, Served
 from podium.server.weights import AdapterShape
-from podium.settings import Settings, override, read_toml
+from podium.settings import Settings, override
 from podium.stages import Engine
+from podium.trained import find_trained
 
 MIN_TOKEN = 16
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
@@ -52,7 +52,7 @@ def serve(options: ServeOptions, overrides: list[str]) -> int:
             root = options.root or Path(own)
             root.mkdir(parents=True, exist_ok=True)
             served = Served(_maker(settings, weights, options.lora_rank), root.resolve())
-            app = make_app(served, token, settings.engine.name, _log)
+            app = make_app(served, token, settings.engine.name, _log, _public_name(options.model))
 
             async def started() -> None:
                 await served.start()
@@ -71,6 +71,11 @@ def serve(options: ServeOptions, overrides: list[str]) -> int:
 
 def _log(message: str) -> None:
     print(f"podium serve: {message}", file=sys.stderr, flush=True)
+
+
+def _public_name(model: str) -> str:
+    """What clients call it: a hub name as it is, of a folder its last part, so that no path of this machine is told."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _token(options: ServeOptions) -> bytes | None:
@@ -106,16 +111,7 @@ def read_token(path: Path) -> str:
 
 def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Path | None]:
     """The `[model]` and `[engine]` sections, and trained weights to lay over the model."""
-    target = Path(options.model)
-    model: dict[str, Any] = {"name": options.model}
-    weights: Path | None = None
-    if (target / "settings.toml").is_file():
-        model, weights = read_toml(target / "settings.toml").get("model", {}), target / "final"
-        if not weights.is_dir():
-            raise InputError(f"{target} has no trained model yet: {weights} is written when the run finishes")
-    elif (target / "adapter_config.json").is_file():
-        model = {"name": json.loads((target / "adapter_config.json").read_text())["base_model_name_or_path"]}
-        weights = target
+    trained = find_trained(options.model)
     for flag in overrides:
         if not flag.startswith(("--model.", "--engine.")):
             raise InputError(
@@ -124,7 +120,7 @@ def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Pa
     if options.engine == "vllm_server":
         raise InputError("--engine vllm_server is a client of a server; give inprocess or vllm_local")
     engine = {"name": options.engine} | ({"tensor_parallel": options.tp} if options.tp is not None else {})
-    return Settings.from_dict(override({"model": model, "engine": engine}, overrides)), weights
+    return Settings.from_dict(override({"model": trained.model, "engine": engine}, overrides)), trained.weights
 
 
 def _maker(settings: Settings, weights: Path | None, lora_rank: int | None) -> Maker:
@@ -143,8 +139,9 @@ def _maker(settings: Settings, weights: Path | None, lora_rank: int | None) -> M
     def engine(policy: Policy) -> Engine:
         return find("engine", settings.engine.name)(policy, False, **settings.engine.options)
 
-    is_inprocess = settings.engine.name == "inprocess"
-    return Maker(policy, lambda: load(own_lora, adapter or full), engine, one_engine=not is_inprocess)
+    is_inprocess = settings.engine.name == "inprocess"  # its calls take turns and gain nothing from each other
+    max_calls = 4 if is_inprocess else Maker.max_calls
+    return Maker(policy, lambda: load(own_lora, adapter or full), engine, not is_inprocess, max_calls)
 
 
 def _model(model: Model, lora: Any) -> Model:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import Field
 
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
@@ -22,13 +24,14 @@ from podium.runtime._build import (
     check_rewards,
     check_trainer,
     eval_options,
-    make_trainer,
     read_sources,
 )
-from podium.runtime._engine import TrainsAlone, make_engine, make_rollout, make_sync
+from podium.runtime._core import check_ranks, make_core
+from podium.runtime._engine import TrainsAlone, make_rollout, make_sync
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._keep import build_checkpoint, check_space, check_start
 from podium.runtime._memory import memory_plan
+from podium.runtime._ranks import join
 from podium.runtime._reports import build_reports, check_reports
 from podium.runtime._stop import stoppable
 from podium.runtime._watch import Watch, watched
@@ -42,8 +45,11 @@ def local(
     stop_requested: Callable[[], bool],
     step: int | None = None,
     console_mode: str | None = None,
+    *,
+    ranks: Annotated[int, Field(ge=1, description="processes that train together, one a GPU, under torchrun")] = 1,
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
+    check_ranks(settings, ranks)
     check_rewards(settings)
     check_trainer(settings)
     check_start(settings)
@@ -55,10 +61,9 @@ def local(
     held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
-    engine = make_engine(settings, policy, snapshot=plan.needs_snapshot)
     memory = memory_plan(settings, policy, max(data.lengths))
     check_space(settings, folder, memory)
-    trainer = make_trainer(settings, policy, plan, memory)
+    trainer, engine = make_core(settings, policy, plan, memory, join() if ranks > 1 else None, folder.event)
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
@@ -73,7 +78,7 @@ def local(
         reward=scoring,
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
-        pack=build_pack(settings, memory),
+        pack=build_pack(settings, memory, ranks),
         trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
         sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
         checkpoint=build_checkpoint(settings, folder, policy, trainer, ledger, data, step),
@@ -85,6 +90,8 @@ def local(
             lambda state: data.end(state) is not None,
             settings.eval.every,
             reports.evaluated,
+            settings.eval.ks,
+            held_out.tables if held_out else None,
             watch.at,
         ),
         stop_requested=stop_requested,

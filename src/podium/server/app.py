@@ -3,19 +3,20 @@
     POST /generate        prompts in, answers out; `stream`: a line of JSON a prompt, as soon as it is whole
     POST /score           logprobs of given tokens
     POST /reload_weights  a published folder under the root becomes what is served
+    POST /join_transfer /receive_weights  weights from GPU to GPU (transfer.py)
     POST /claim /release  which run owns the weights
     GET  /info /metrics /health
+    /v1/…                 OpenAI's protocol (openai.py)
 
 Every answer carries the version of its weights and the run that owns them. Only /health is open without the token.
 """
 
-import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -25,10 +26,14 @@ from starlette.requests import Request as HttpRequest
 
 from podium.errors import WeightsError
 from podium.model.fingerprint import tokenizer_fingerprint
+from podium.records import Answer
 from podium.server.auth import Door
 from podium.server.metrics import Metrics
+from podium.server.openai import OpenAi
 from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
+from podium.server.transfer import Transfer, transfer_ranks
+from podium.server.waiting import unless_gone
 from podium.server.wire import (
     ClaimBody,
     Generate,
@@ -42,12 +47,12 @@ from podium.server.wire import (
     line_of,
 )
 
-T = TypeVar("T")
 Log = Callable[[str], None]
 
 
-def make_app(served: Served, token: bytes | None, engine_name: str, log: Log) -> Door:
-    """`token`: hash of the one that opens (auth.digest), or None on a private socket."""
+def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, model_name: str = "policy") -> Door:
+    """`token`: hash of the one that opens (auth.digest), or None on a private socket. `model_name` is what OpenAI's
+    clients call the model."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = _Routes(served, engine_name, log)
     app.get("/health")(routes.health)
@@ -58,7 +63,9 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log) ->
     app.post("/reload_weights")(routes.reload_weights)
     app.post("/claim")(routes.claim)
     app.post("/release")(routes.release)
-    app.exception_handler(Refusal)(lambda _, error: JSONResponse(error.body, error.status))
+    Transfer(served).add_to(app)
+    OpenAi(served, model_name, lambda: routes.max_context_tokens, routes.count).add_to(app)
+    app.exception_handler(Refusal)(_refused)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RequestValidationError)(_not_valid)
     routes.metrics = Metrics(served, frozenset(route.path for route in app.routes))  # type: ignore[attr-defined]
@@ -84,8 +91,9 @@ class _Routes:
                 "vocabulary": served.policy.vocabulary,
                 "tokenizer": self._fingerprint,
                 "dtype": getattr(served.engine, "dtype", str(served.policy.model.dtype).removeprefix("torch.")),
-                "max_context_tokens": self._max_context_tokens,
+                "max_context_tokens": self.max_context_tokens,
                 "weights_root": str(served.root),
+                "transfer_ranks": transfer_ranks(served),
                 "policy_version": served.version,
                 "run": served.run,
                 "claimed_by": served.claims.run,
@@ -100,11 +108,11 @@ class _Routes:
         served, tokenizer = self._served, self._served.policy.tokenizer
         served.claims.check(body.run)
         asked, sampling = body.asked(tokenizer), body.sampling(served.policy.stop_ids)
-        check_asked(asked, sampling, served.policy.vocabulary, self._max_context_tokens)
+        check_asked(asked, sampling, served.policy.vocabulary, self.max_context_tokens)
         lines = self._lines(body, asked, sampling)
         if body.stream:
             return StreamingResponse(_streamed(lines), media_type="application/x-ndjson")
-        answers = await _unless_gone(request, _collected(lines))
+        answers = await unless_gone(request, _collected(lines))
         if body.requests is not None:
             return JSONResponse({"answers": answers})
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[0]["token_ids"]]
@@ -120,16 +128,19 @@ class _Routes:
                     continue
                 answer, run = item
                 answer = cut_at_texts(answer, self._served.policy.tokenizer, body.stop)
-                self.metrics.rollouts.inc(len(answer.token_ids))
-                self.metrics.tokens.inc(sum(map(len, answer.token_ids)))
+                self.count(answer)
                 yield line_of(answer, run)
         self.metrics.seconds.observe(time.monotonic() - started)
+
+    def count(self, answer: Answer) -> None:
+        self.metrics.rollouts.inc(len(answer.token_ids))
+        self.metrics.tokens.inc(sum(map(len, answer.token_ids)))
 
     async def score(self, body: Score) -> JSONResponse:
         self._served.claims.check(body.run)
         check_ids(body.token_ids, self._served.policy.vocabulary, "token_ids")
-        if len(body.token_ids) > self._max_context_tokens - 1:
-            raise Refusal(422, f"token_ids: more than the context of {self._max_context_tokens} allows")
+        if len(body.token_ids) > self.max_context_tokens - 1:
+            raise Refusal(422, f"token_ids: more than the context of {self.max_context_tokens} allows")
         try:
             return JSONResponse(await self._served.score(body.token_ids))
         except Exception as error:
@@ -157,7 +168,7 @@ class _Routes:
         return JSONResponse({"run": body.run})
 
     @property
-    def _max_context_tokens(self) -> int:
+    def max_context_tokens(self) -> int:
         own = getattr(self._served.engine, "max_context_tokens", None)
         return own or self._served.policy.max_context_tokens
 
@@ -179,22 +190,12 @@ async def _streamed(lines: AsyncIterator[dict[str, Any] | None]) -> AsyncIterato
         yield json.dumps(failure(error).body).encode() + b"\n"
 
 
-async def _unless_gone(request: HttpRequest, answers: Awaitable[T]) -> T:
-    """The answers, or a cancelled engine if the client goes away first."""
-    work, gone = asyncio.ensure_future(answers), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Refusal(503, "the client went away")
-        return await work
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+async def _refused(request: HttpRequest, error: Any) -> JSONResponse:
+    return JSONResponse(error.body_at(request.url.path), error.status)
 
 
-async def _http_error(_: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse({"error": str(error.detail)}, error.status_code)
+async def _http_error(request: HttpRequest, error: Any) -> JSONResponse:
+    return JSONResponse(Refusal(error.status_code, str(error.detail)).body_at(request.url.path), error.status_code)
 
 
 async def _not_valid(_: HttpRequest, error: Any) -> JSONResponse:

@@ -38,7 +38,7 @@ class Door:
         if scope["type"] != "http":  # no websockets here
             await send({"type": "websocket.close", "code": 1008})
             return
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         try:
             self._check_token(scope)
             await self.app(scope, await self._checked(scope, receive), answer.send)
@@ -75,8 +75,8 @@ class Door:
 class _Answer:
     """Sends, and knows whether it has begun."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, send: Any, path: str) -> None:
+        self._send, self._path = send, path
         self.status: int | None = None
 
     async def send(self, message: Any) -> None:
@@ -87,7 +87,7 @@ class _Answer:
     async def refuse(self, refusal: Refusal, receive: Any) -> None:
         if self.status is not None:
             return
-        body = json.dumps(refusal.body).encode()
+        body = json.dumps(refusal.body_at(self._path)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

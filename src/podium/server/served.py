@@ -7,7 +7,7 @@ server takes adapters of any rank and full weights too.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ class Maker:
     engine: Callable[[Policy], Engine]
     one_engine: bool
     """Whether the old engine must be closed before a new one is built, because the two do not fit beside each other."""
+    max_calls: int = 256
+    """That the engine works on at the same time; the others wait outside, where a swap need not wait for them."""
 
 
 class Served:
@@ -52,7 +54,7 @@ class Served:
         self.policy = maker.own_policy()
         self._own_shape = shape_of(self.policy)
         self.engine = maker.engine(self.policy)
-        self.gate, self.claims = Gate(), Claims()
+        self.gate, self.claims = Gate(maker.max_calls), Claims()
         self.run: str | None = None
         self.failed: str | None = None
         """Why there is no engine any more."""
@@ -126,6 +128,12 @@ class Served:
                 return published.sha256
         finally:
             self._waiting_reloads -= 1
+
+    async def take_transfer(self, receive: Callable[[], Awaitable[None]], run: str | None) -> None:
+        """Weights that come from elsewhere than a folder; answers under way end first."""
+        async with self._one_reload, self.gate.swapping():
+            await receive()
+            self.run = run
 
     def check_alive(self) -> None:
         if self.failed is not None:

@@ -4,7 +4,8 @@ A few fixed tokens go through both. Stale weights, an adapter that was not appli
 a broken copy all show up as different logprobs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from podium.errors import ParityError
 from podium.stages import Engine, Trainer
@@ -20,13 +21,22 @@ async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], v
         raise ParityError(
             f"engine {name} holds policy version {engine.policy_version} after version {version} was pushed"
         )
-    expected, found = await trainer.score(probe), await engine.score(probe)
-    if len(expected) != len(found):
-        raise ParityError(f"engine {name} returned {len(found)} logprobs for a probe of {len(expected)}")
-    gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
-    if not gap <= tolerance:
-        raise ParityError(
-            f"engine {name} does not sample from the trained weights: after the sync to policy version {version} its "
-            f"logprobs differ from the trainer's by {gap:.2e} on average, {tolerance:.0e} is allowed; "
-            "its weights are stale, or the adapter is not applied"
-        )
+    expected = await trainer.score(probe)
+    for member, found in (await _scores(engine, probe)).items():
+        where = f"engine {name}" if member is None else f"engine {name}, member {member},"
+        if len(expected) != len(found):
+            raise ParityError(f"{where} returned {len(found)} logprobs for a probe of {len(expected)}")
+        gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
+        if not gap <= tolerance:
+            raise ParityError(
+                f"{where} does not sample from the trained weights: after the sync to policy version {version} its "
+                f"logprobs differ from the trainer's by {gap:.2e} on average, {tolerance:.0e} is allowed; "
+                "its weights are stale, or the adapter is not applied"
+            )
+
+
+async def _scores(engine: Any, probe: Sequence[int]) -> Mapping[str | None, list[float]]:
+    """By name where the engine has several members."""
+    if hasattr(engine, "score_each"):
+        return await engine.score_each(probe)
+    return {None: await engine.score(probe)}

@@ -37,6 +37,8 @@ class Nccl:
 
     async def _carry(self, version: int) -> None:
         engine: Any = self._delivery.engine
+        if getattr(engine, "outlives_run", False):
+            await engine.claim(self._delivery.run_id, "run")
         weights = [(name, tensor.detach().contiguous()) for name, tensor in self._delivery.trainer.weights()]
         if self._group is None:
             port = self._port or free_port(self._address)
@@ -67,10 +69,10 @@ def check_devices(delivery: Delivery) -> None:
         raise InputError(
             "sync.name = 'nccl' is for full weights; an adapter is small and goes by sync.name = 'adapter'"
         )
-    if not hasattr(delivery.engine, "transfer_ranks"):
+    if not getattr(delivery.engine, "transfer_ranks", 0):
         raise InputError(
-            f"sync.name = 'nccl' does not reach {type(delivery.engine).__name__}: it is for engines in processes of "
-            "their own; valid: auto"
+            f"sync.name = 'nccl' does not reach {type(delivery.engine).__name__}: it is for vLLM with full weights on "
+            "GPUs of its own, in another process; valid: auto"
         )
     if delivery.policy.device.type != "cuda":
         raise InputError("sync.name = 'nccl' carries weights between GPUs, and the policy is on a CPU; valid: disk")

@@ -4,7 +4,7 @@ The 8-bit one is bitsandbytes' (arXiv 2110.02861): each moment is one byte a par
 of them. Tensors of fewer than 4096 elements keep float32 moments. The update itself is computed in float32 either way.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -74,9 +74,17 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Parameters) ->
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    tensors: Mapping[str, torch.Tensor],
+    part_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole.to(
+        parameter.device
+    ),
 ) -> None:
-    """The inverse; a parameter without saved slots has not been updated yet."""
+    """The inverse; a parameter without saved slots has not been updated yet.
+
+    `part_for(parameter, whole)` is what this rank keeps of a tensor of the parameter's shape.
+    """
     first_moment = "exp_avg" if isinstance(optimizer, torch.optim.AdamW) else "state1"
     for name, parameter in parameters.items():
         prefix = f"optimizer.{name}."
@@ -85,6 +93,10 @@ def load_optimizer_state(
             raise CheckpointError("the checkpoint holds another optimizer's state; set trainer.optimizer as it was")
         if slots:
             optimizer.state[parameter] = {
-                slot: int(value) if value.dtype == torch.int64 else value.clone().to(parameter.device)
+                slot: int(value)
+                if value.dtype == torch.int64
+                else part_for(parameter, value.clone())
+                if value.shape == parameter.shape
+                else value.clone().to(parameter.device)
                 for slot, value in slots.items()
             }

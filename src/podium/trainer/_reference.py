@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from podium.model.forward import Placed
 
@@ -48,10 +49,14 @@ class Reference:
         return {f"reference.{name}": tensor for name, tensor in self._copy.items()} if self._alpha else {}
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_state(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        part_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
         if self._alpha:
             for name, tensor in self._copy.items():
-                tensor.copy_(tensors[f"reference.{name}"])
+                tensor.copy_(part_for(tensor, tensors[f"reference.{name}"]))
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -67,4 +72,10 @@ class Reference:
 
     def _swap(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.data, self._copy[name] = self._copy[name], parameter.data
+            if isinstance(parameter, DTensor):  # a sharded parameter keeps its memory: the values change places
+                mine, other = parameter.to_local(), self._copy[name].to_local()  # type: ignore[attr-defined]
+                kept = mine.clone()
+                mine.copy_(other)
+                other.copy_(kept)
+            else:
+                parameter.data, self._copy[name] = self._copy[name], parameter.data

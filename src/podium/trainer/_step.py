@@ -14,7 +14,7 @@ from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
 from podium.trainer._checks import refuse_split_gap, split_gap
-from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_gradients, sum_over_ranks, worst_over_ranks
+from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_over_ranks, worst_over_ranks
 
 LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
@@ -27,32 +27,36 @@ def gradients_of_update(
     batches: Sequence[Placed],
     loss: Loss,
     halvings: int,
+    backward: Callable[[torch.Tensor, bool], None],
+    sum_gradients: Callable[[], None],
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
     Out of memory on any rank, all batches of all ranks are cut once more and the whole update is done again from a
     clean gradient: it is the same gradient, since shares add up. A single document that does not fit is more than can
-    be helped.
+    be helped. `backward(loss, is_last)` is called for each batch, `sum_gradients()` after them all.
     """
     while True:
         parts = batches
         if halvings:
             parts = [place(part) for placed in batches for part in halved(placed.batch.to("cpu"), halvings)]
         model.zero_grad(set_to_none=True)
-        totals = _attempt(logprobs_of, parts, loss)
+        totals = _attempt(logprobs_of, parts, loss, backward)
         if totals is not None:
-            sum_gradients(model.parameters())
+            sum_gradients()
             return _metrics(totals), halvings
         halvings += 1
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _attempt(logprobs_of: LogprobsOf, parts: Sequence[Placed], loss: Loss) -> dict[str, torch.Tensor] | None:
+def _attempt(
+    logprobs_of: LogprobsOf, parts: Sequence[Placed], loss: Loss, backward: Callable[[torch.Tensor, bool], None]
+) -> dict[str, torch.Tensor] | None:
     """The sums of this rank's batches, or None if these or another rank's do not fit. One rank's error stops all."""
     totals, device = None, parts[0].row.token_ids.device
     try:
-        totals = accumulate_gradients(logprobs_of, parts, loss)
+        totals = accumulate_gradients(logprobs_of, parts, loss, backward)
     except Exception as error:
         can_be_cut = any(part.batch.num_documents > 1 for part in parts)
         if not (isinstance(error, torch.OutOfMemoryError) and can_be_cut):
@@ -74,7 +78,12 @@ def halved(batch: Batch, times: int) -> list[Batch]:
     return [part for half in halves for part in halved(half, times - 1)]
 
 
-def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Placed], loss: Loss) -> dict[str, torch.Tensor]:
+def accumulate_gradients(
+    logprobs_of: LogprobsOf,
+    batches: Sequence[Placed],
+    loss: Loss,
+    backward: Callable[[torch.Tensor, bool], None],
+) -> dict[str, torch.Tensor]:
     """Leaves these batches' gradient on the parameters and returns their share of each metric.
 
     Waits for the device only at the end, with the check of the split.
@@ -86,7 +95,7 @@ def accumulate_gradients(logprobs_of: LogprobsOf, batches: Sequence[Placed], los
         if gap is None and placed.batch.num_documents > 1:
             gap = split_gap(loss, logprobs, placed.batch)
         output = loss(logprobs, placed.batch)
-        output.loss.backward()
+        backward(output.loss, placed is batches[-1])
         for name, value in _sums(output, logprobs.detach(), entropy, placed.batch).items():
             totals[name] = totals[name] + value if name in totals else value
     if gap is not None:

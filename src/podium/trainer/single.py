@@ -10,21 +10,21 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import Placed, place, policy_logprobs, sequence_logprobs
+from podium.model.forward import Placed, batch_of, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
-from podium.model.load import Policy
+from podium.model.load import Policy, refuse_other_weights
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
 from podium.trainer._checks import check_ids, check_shared_prefix
 from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_optimizer, optimizer_state
-from podium.trainer._ranks import sum_over_ranks, together
+from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
 from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved, logprobs_by_rollout
@@ -34,6 +34,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Single:
     """`total_steps` is the run's length, which a decaying learning rate is stretched over."""
+
+    is_sharded: ClassVar[bool] = False
+    """Whether a rank holds a part of each weight only; then an engine needs a copy of its own."""
 
     def __init__(
         self,
@@ -71,11 +74,14 @@ class Single:
     ) -> None:
         assert lr is not None, "resolved by the settings"
         self._policy, self._model, self._loss = policy, policy.model, loss
+        self._spread_weights()
         self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
         self._has_several_updates = epochs_per_batch * minibatches_per_step > 1
         self._rate = partial(rate_at, lr, warmup_steps=warmup_steps, total_steps=total_steps, schedule=schedule)
         self._parameters = policy.trained_parameters()
-        self._optimizer = make_optimizer(self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._optimizer: Any = make_optimizer(
+            self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay
+        )
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
             None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
@@ -96,37 +102,85 @@ class Single:
         return await on_device_thread(self._step, batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(
-            sequence_logprobs, self._model, list(token_ids), compute_dtype=self._compute_dtype
-        )
+        return await on_device_thread(self._score, list(token_ids))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._policy.named_weights()
+        return ((name, self._whole(tensor)) for name, tensor in self._policy.named_weights())
 
     def state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
-        tensors |= dict(optimizer_state(self._optimizer, self._parameters))
+        tensors = self._trained_state()
         tensors |= self._reference.state() if self._reference else {}
         tensors |= random_state()
         tensors |= {"num_steps": torch.tensor(self._num_steps), "halvings": torch.tensor(self._halvings)}
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return {name: self._whole(t.detach()).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The weights of a state, and nothing else of it."""
-        self._policy.load_trained(tensors)
+        self._check_shapes(tensors)
+        self._put_weights(tensors)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.load_weights(tensors)
-        load_optimizer_state(self._optimizer, self._parameters, tensors)
+        self._check_shapes(tensors)
+        self._load_trained_state(tensors)
         if self._reference:
-            self._reference.load_state(tensors)
+            self._reference.load_state(tensors, self._part_for)
         self._num_steps = int(tensors["num_steps"])
         self._halvings = int(tensors.get("halvings", 0))  # checkpoints written before it was kept have none
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
         self._policy.save(folder)
+
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """What is trained and what the optimizer keeps of it, by name."""
+        weights = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
+        return weights | dict(optimizer_state(self._optimizer, self._parameters))
+
+    @torch.no_grad()
+    def _put_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
+
+    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._put_weights(tensors)
+        load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
+
+    def _check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The weights of a state are those that this model trains."""
+        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
+        refuse_other_weights(saved, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
+
+    def _spread_weights(self) -> None:
+        """Before the optimizer is made; here every rank keeps them whole."""
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a tensor of which this rank may hold a part; every rank asks for it."""
+        return tensor
+
+    def _shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Of the whole parameter."""
+        return parameter.shape
+
+    def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """What of a whole tensor this rank holds, given the parameter that it belongs to."""
+        return whole.to(parameter.device)
+
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """`is_last`: no other batch of this update follows."""
+        loss.backward()
+
+    def _sum_gradients(self) -> None:
+        sum_gradients(self._model.parameters())
+
+    def _clip_gradients(self) -> float:
+        """The gradient's norm over all of them, before it was clipped."""
+        return float(self._whole(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)))
+
+    def _apply_gradients(self, is_finite: bool) -> None:
+        """The optimizer's step, or none."""
+        if is_finite:
+            self._optimizer.step()
 
     def _step(self, batches: Sequence[Batch]) -> UpdateResult:
         if not batches:
@@ -200,6 +254,10 @@ class Single:
     def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
         return policy_logprobs(self._model, placed, self._compute_dtype)
 
+    def _score(self, token_ids: list[int]) -> list[float]:
+        placed = place(batch_of(token_ids), self._policy.device)
+        return self._snapshot(placed)[placed.row.loss_places].tolist()
+
     @torch.no_grad()
     def _snapshot(self, placed: Placed) -> torch.Tensor:
         """The policy's logprobs as they are now, `[T]`."""
@@ -216,11 +274,17 @@ class Single:
 
         self._model.train()
         metrics, self._halvings = gradients_of_update(
-            logprobs_of, self._place, self._model, batches, self._loss, self._halvings
+            logprobs_of,
+            self._place,
+            self._model,
+            batches,
+            self._loss,
+            self._halvings,
+            self._backward,
+            self._sum_gradients,
         )
         self._model.eval()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
+        norm = self._clip_gradients()
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
-        if is_finite:
-            self._optimizer.step()
+        self._apply_gradients(is_finite)
         return metrics | {"optim/grad_norm": norm, "optim/skipped": float(not is_finite)}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from podium.engine._decode_attention import CACHES, NAME, DecodeRows
-from podium.engine._joined import join_products
-from podium.engine._roster import ladder
+from podium.engine._cuda.decode_attention import CACHES, NAME, DecodeRows
+from podium.engine._cuda.joined import join_products
+from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import draw, draw_by_block, draw_likeliest
 from podium.model.forward import head_weight, softcap
 from podium.model.fused import fused_on_cuda

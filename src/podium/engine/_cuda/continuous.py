@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from podium.engine._decode_step import Capacity, DecodeStep
+from podium.engine._cuda.decode_step import Capacity, DecodeStep
+from podium.engine._cuda.roster import Roster, Seat, ladder, rung_for
 from podium.engine._draft import Draft
-from podium.engine._roster import Roster, Seat, ladder, rung_for
 from podium.model.memory import device_bytes
 from podium.model.row import Segments
 from podium.model.transfer import to_device

@@ -1,0 +1,130 @@
+"""`runtime.ranks = N`: the same command in N processes, started and watched by torchrun.
+
+The command that a user gave stays in front: it hands the job to torchrun as a file, waits, and gives back what rank 0
+wrote beside it. If one rank dies, torchrun ends the others.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from podium.errors import InputError, PodiumError, RankError
+
+START_LIMIT = timedelta(minutes=10)
+"""How long the ranks wait for each other in a collective call before the run is given up."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started by torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Runs the job on all ranks; the summary that rank 0 wrote, or its error."""
+    with tempfile.TemporaryDirectory(prefix="podium-ranks-") as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        process = subprocess.Popen([*command, "-m", "podium.runtime._rank", str(path)], env=environment)
+        _wait(process)
+        result = path.with_name("result.json")
+        if not result.exists():
+            raise RankError(f"the ranks ended without a result (torchrun's exit code {process.returncode})")
+        written = json.loads(result.read_text())
+    if "error" in written:
+        raise _as_error(written)
+    return written["summary"]
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Signals go on to torchrun, which passes them to the ranks; rank 0 then commits and ends."""
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, lambda number, _: process.send_signal(number))
+    try:
+        process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _as_error(written: dict[str, Any]) -> PodiumError:
+    """The same kind of error as rank 0 met."""
+    import podium.errors
+
+    kind = getattr(podium.errors, written["error"], PodiumError)
+    return kind(written["message"]) if issubclass(kind, PodiumError) else PodiumError(written["message"])
+
+
+def run_rank(path: Path) -> int:
+    """One rank, from its start to its end."""
+    import torch.distributed as dist
+
+    from podium.runtime._ranks import join
+    from podium.settings import Settings
+
+    job = json.loads(path.read_text())
+    settings = Settings.from_dict(job["settings"])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _has_cuda() else "gloo", timeout=START_LIMIT)
+    if join().rank:
+        return _follow(settings)
+    return _lead(path.with_name("result.json"), job, settings)
+
+
+def _lead(result: Path, job: dict[str, Any], settings: Any) -> int:
+    """The command itself, as if there were no other ranks."""
+    from podium.run import resume, train
+    from podium.run_folder import RunFolder
+    from podium.runtime._ranks import join
+
+    written: dict[str, Any]
+    line, code = join(), 0
+    try:
+        if job["folder"] is None:
+            summary = train(settings, console_mode=job["console_mode"])
+        else:
+            folder = RunFolder.open(Path(job["folder"]))
+            others = {"step": job["step"], "console_mode": job["console_mode"], "allow_change": job["allow_change"]}
+            summary = resume(settings, folder, **others)
+        written = {"summary": asdict(summary)}
+    except PodiumError as error:
+        written, code = {"error": type(error).__name__, "message": str(error)}, 1
+    result.write_text(json.dumps(written))
+    try:
+        with line.order("end"):
+            pass
+    except RankError:
+        return 1
+    return code
+
+
+def _follow(settings: Any) -> int:
+    """Rank 0 decides when it ends, so signals are not for this one."""
+    from podium.runtime._build import read_sources
+    from podium.runtime._core import serve_rank
+    from podium.runtime._ranks import join
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        serve_rank(settings, read_sources(settings.data), join())
+    except InputError:
+        return 0  # rank 0 has the same settings and says so
+    return 0
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return True

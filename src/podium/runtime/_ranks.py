@@ -1,0 +1,230 @@
+"""Several ranks as one: rank 0 runs the loop, the others do what it says.
+
+    rank 0:   loop ──► RankedTrainer ──► the trainer itself
+                              │ order and this rank's share, as bytes
+    rank 1…:               follow ─────► the trainer itself, at the same time
+
+A stage does not know of ranks. What is collective inside a trainer (a gradient's sum, gathering a sharded weight) meets
+because every rank makes the same call. With whole weights on each rank, every rank's in-process engine also writes its
+share of the rollouts.
+"""
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from podium.errors import EngineError, RankError
+from podium.model.device_thread import on_device_thread
+from podium.records import Answer, Batch, Request, Sampling, UpdateResult
+from podium.runtime import _wire as wire
+from podium.stages import Engine, Trainer
+
+LONGEST_WAIT = timedelta(days=30)
+"""How long a rank waits for the next order; one whose rank 0 has died notices at once, by its connection."""
+
+SAME = 1e-4
+"""How far the logprobs of two ranks may be apart where they hold the same weights."""
+
+
+class Line:
+    """Orders from rank 0 to the others, replies back. One order at a time."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
+        """Tells every other rank to do it; `payloads` has one entry a rank, 0's own included. Inside, rank 0 does its
+        own part."""
+        assert self._lock.acquire(blocking=False), f"{name} was ordered before the last order was done"
+        try:
+            with _lost_ranks_named():
+                for rank in range(1, self.ranks):
+                    self._send(name.encode(), rank)
+                    self._send(b"" if payloads is None else payloads[rank], rank)
+                yield
+        finally:
+            self._lock.release()
+
+    def hear(self) -> tuple[str, bytes]:
+        return self._receive(0).decode(), self._receive(0)
+
+    def reply(self, content: bytes) -> None:
+        self._send(content, 0)
+
+    def replies(self) -> list[bytes]:
+        return [self._receive(rank) for rank in range(1, self.ranks)]
+
+    def _send(self, content: bytes, rank: int) -> None:
+        dist.send(torch.tensor([len(content)]), rank, group=self._group)
+        if content:
+            dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, group=self._group)
+
+    def _receive(self, rank: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, rank, group=self._group)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if len(content):
+            dist.recv(content, rank, group=self._group)
+        return content.numpy().tobytes()
+
+
+@functools.cache
+def join() -> Line:
+    """This process's place among the ranks; each takes it once."""
+    return Line()
+
+
+@contextlib.contextmanager
+def _lost_ranks_named() -> Iterator[None]:
+    """torch raises a RuntimeError where another rank's connection closes."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        if any(word in str(error).lower() for word in ("connection", "peer", "gloo", "nccl", "timed out", "timeout")):
+            raise RankError(f"a rank was lost: {str(error).splitlines()[0]}") from None
+        raise
+
+
+class RankedTrainer:
+    """Rank 0's trainer and, through the line, the same call on every other."""
+
+    def __init__(self, trainer: Any, line: Line) -> None:
+        self._trainer, self._line = trainer, line
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        ranks = self._line.ranks
+        shares = [wire.batches_to_bytes(batches[rank::ranks]) if rank else b"" for rank in range(ranks)]
+        with self._line.order("step", shares):
+            return await self._trainer.step(batches[::ranks])
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        with self._line.order("score", [bytes(torch.tensor(list(token_ids)).numpy().tobytes())] * self._line.ranks):
+            return await self._trainer.score(token_ids)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._line.order("weights"):
+            yield from self._trainer.weights()
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        with self._line.order("state"):
+            return self._trainer.state()
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._line.order("load_state", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
+            self._trainer.load_state(tensors)
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._line.order("start_from", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
+            self._trainer.load_weights(tensors)
+
+    def save_model(self, folder: str) -> None:
+        with self._line.order("weights"):
+            self._trainer.save_model(folder)
+
+
+class RankedEngine:
+    """Every rank's engine as one: each writes its share of the prompts, from its own rank's weights.
+
+    Answers arrive when all ranks are done, so that no order comes in between.
+    """
+
+    channels = ("shared",)
+
+    def __init__(self, engine: Engine, trainer: Trainer, line: Line) -> None:
+        """`trainer` is rank 0's own, not the ranked one."""
+        self._engine, self._trainer, self._line = engine, trainer, line
+        self.dtype = getattr(engine, "dtype", "float32")
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._engine.policy_version
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        ranks = self._line.ranks
+        shares = [wire.requests_to_bytes(requests[rank::ranks], sampling) for rank in range(ranks)]
+        with self._line.order("generate", shares):
+            answers = [answer async for answer in self._engine.generate(requests[::ranks], sampling)]
+            for content in await on_device_thread(self._line.replies):
+                answers += wire.answers_from_bytes(content)
+        by_key = {answer.key: answer for answer in answers}
+        for request in requests:
+            yield by_key[request.key]
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Rank 0's; a rank whose engine says something else is named."""
+        ids = torch.tensor(list(token_ids)).numpy().tobytes()
+        with self._line.order("engine_score", [ids] * self._line.ranks):
+            mine = await self._engine.score(token_ids)
+            for rank, content in enumerate(await on_device_thread(self._line.replies), 1):
+                theirs = torch.frombuffer(bytearray(content), dtype=torch.float64).tolist()
+                if not max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= SAME:
+                    raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
+        return mine
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Each rank's from its own trainer, which made the same update."""
+        with self._line.order("load_weights", [str(version).encode()] * self._line.ranks):
+            await self._engine.load_weights(self._trainer.weights(), version)
+
+    async def load_folder(self, folder: Path, version: int) -> None:
+        raise AssertionError("ranks share memory with their trainer")
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def follow(line: Line, trainer: Any, engine: Engine | None) -> None:
+    """What every rank but 0 does until it is told to end."""
+    while True:
+        name, content = line.hear()
+        if name == "end":
+            return
+        try:
+            asyncio.run(_obey(name, content, line, trainer, engine))
+        except RankError:
+            continue  # another rank's trouble: rank 0 knows and will say how it goes on
+
+
+async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine: Engine | None) -> None:
+    if name == "step":
+        await trainer.step(wire.batches_from_bytes(content))
+    elif name == "score":
+        await trainer.score(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
+    elif name == "weights":
+        for _ in trainer.weights():
+            pass
+    elif name == "state":
+        trainer.state()
+    elif name == "load_state":
+        trainer.load_state(wire.tensors_from_bytes(content))
+    elif name == "start_from":
+        trainer.load_weights(wire.tensors_from_bytes(content))
+    else:
+        assert engine is not None
+        await _obey_engine(name, content, line, trainer, engine)
+
+
+async def _obey_engine(name: str, content: bytes, line: Line, trainer: Trainer, engine: Engine) -> None:
+    if name == "generate":
+        requests, sampling = wire.requests_from_bytes(content)
+        line.reply(wire.answers_to_bytes([answer async for answer in engine.generate(requests, sampling)]))
+    elif name == "engine_score":
+        found = await engine.score(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
+        line.reply(torch.tensor(found, dtype=torch.float64).numpy().tobytes())
+    elif name == "load_weights":
+        await engine.load_weights(trainer.weights(), int(content))
+    else:
+        raise AssertionError(f"no order is called {name}")

@@ -1,0 +1,145 @@
+"""Runs of the command line with a pool, whose workers are killed from outside."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SETTINGS = """
+[run]
+steps = 100000
+prompts_per_step = 8
+rollouts_per_prompt = 4
+max_skipped_steps = 100000
+[model]
+device = "cpu"
+[rollout]
+max_new_tokens = 48
+[trainer]
+lr = 5e-4
+[checkpoint]
+every = 0
+[[reward]]
+name = "arithmetic"
+[engine]
+name = "pool"
+"""
+
+
+@dataclass
+class Run:
+    """`tmp` is its temporary folder and nobody else's, by which its processes are known too."""
+
+    folder: Path
+    tmp: Path
+    process: subprocess.Popen[bytes]
+    stderr: Path
+    kills: list[dict[str, Any]] = field(default_factory=list)
+    _events: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+    """Bytes of the event log."""
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError), (self.folder / "events.jsonl").open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]  # the last line may be on its way
+            self._events += [json.loads(line) for line in whole.splitlines()]
+            self._read += len(whole) + 1 if whole else 0
+        return [event for event in self._events if kind in (None, event["event"])]
+
+    def until(self, holds: Any, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not holds():
+            assert self.process.poll() is None, self.stderr.read_text()
+            assert time.monotonic() < deadline, f"not within {limit_s} s: {self.events()[-5:]}"
+            time.sleep(0.02)
+
+    def living(self) -> dict[str, int]:
+        """Workers in service, by name, with their pids."""
+        started = {event["worker"]: event["pid"] for event in self.events("worker_started")}
+        for event in self.events("worker_lost"):
+            started.pop(event["worker"], None)
+        return started
+
+    def kill(self, name: str, pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            self.kills.append({"worker": name, "signal": number, "time": time.time()})
+
+    def unstruck(self) -> dict[str, int]:
+        struck = {kill["worker"] for kill in self.kills}
+        return {name: pid for name, pid in self.living().items() if name not in struck}
+
+    def kill_one(self, choice: random.Random, number: int) -> None:
+        """A worker that has not been struck yet."""
+        fresh = self.unstruck()
+        name = choice.choice(sorted(fresh))
+        self.kill(name, fresh[name], number)
+
+    def stop(self, limit_s: float = 60) -> int:
+        """At the next safe point."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(limit_s)
+
+    def ledger(self) -> list[bytes]:
+        """The rollouts of each step, as they stand on disk."""
+        return [path.read_bytes() for path in sorted((self.folder / "rollouts").glob("step-*.jsonl"))]
+
+    def num_steps(self) -> int:
+        return len(list((self.folder / "rollouts").glob("step-*.jsonl")))
+
+    def processes(self) -> list[int]:
+        """All that have this run's temporary folder in their environment."""
+        mark, found = f"TMPDIR={self.tmp}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def keeper(self) -> int:
+        """The parent of the workers."""
+        [pid] = {_parent(pid) for pid in self.living().values()}
+        return pid
+
+    def left_behind(self) -> list[Any]:
+        """Processes and files, 5 seconds after the end at the latest."""
+        deadline = time.monotonic() + 5
+        while (left := [*self.processes(), *self.tmp.iterdir()]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+
+@contextmanager
+def a_run(folder: Path, *flags: str) -> Iterator[Run]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.toml").write_text(SETTINGS)
+    with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as tmp:
+        environment = os.environ | {"TMPDIR": tmp, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "podium.cli", "train", str(folder / "settings.toml"), "--quiet"]
+        with (folder / "stderr").open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, f"--run.folder={folder / 'run'}", *flags], stderr=stderr, stdout=stderr, env=environment
+            )
+        run = Run(folder / "run", Path(tmp), process, folder / "stderr")
+        try:
+            yield run
+        finally:
+            process.kill()
+            process.wait()
+            for pid in run.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

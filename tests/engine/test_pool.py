@@ -1,0 +1,121 @@
+"""The pool as a whole: its settings, and runs that learn with it."""
+
+import asyncio
+import fcntl
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.engine._pool.keeper import PoolFolder, hold, sweep
+from podium.engine.pool import Pool
+from podium.errors import InputError, ParityError
+from podium.model.handoff import manifest_of, publish, read_published, remove_published
+from podium.model.load import load_policy
+from podium.run import train
+from podium.settings import Model, Settings
+from podium.sync._probe import check_parity
+from tests.conftest import small_tables
+
+
+def pool_settings(folder: Path, **engine: Any) -> Settings:
+    return Settings.from_dict(small_tables(folder) | {"engine": {"name": "pool", **engine}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"urls": ["unix:/x"], "replicas": [1, 2]}, r"engine\.replicas has no effect"),
+        ({"urls": ["unix:/x"], "member": {"concurrency": 4}}, r"engine\.member has no effect"),
+        ({"token_file": "token"}, r"engine\.token_file has no effect without engine\.urls"),
+        ({"replicas": [3, 2]}, r"engine\.replicas = \[3, 2\]: the fewest come first"),
+        ({"replicas": [2, 2], "idle_s": 5}, r"engine\.idle_s has no effect"),
+        ({"floor": 3}, r"engine\.floor = 3: the pool has at most 2 members"),
+        ({"member": {"colour": 4}}, r"engine\.member\.colour is not an option.*concurrency"),
+        ({"of": "pool"}, r"engine\.of"),
+        ({"concurrency": "quick"}, r"engine\.concurrency"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        pool_settings(tmp_path, **options)
+
+
+@pytest.mark.parametrize(("lora", "channel"), [(True, "adapter"), (False, "disk")])
+def test_the_channel_follows_what_is_trained(tmp_path: Path, lora: bool, channel: str) -> None:
+    tables = small_tables(tmp_path)
+    tables["model"]["lora"] = lora
+    assert Settings.from_dict(tables | {"engine": {"name": "pool"}}).sync.name == channel
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_learns_as_it_does_in_process(tmp_path: Path, lora: bool) -> None:
+    """The same rollouts but for rounding, which depends on the batches that they are written in."""
+    rows = {}
+    for name in ("inprocess", "pool"):
+        tables = small_tables(tmp_path / name, steps=3)
+        tables["model"]["lora"] = lora
+        tables["trainer"] = {"lr": 5e-4 if lora else 1e-5}
+        train(Settings.from_dict(tables | {"engine": {"name": name}}))
+        files = sorted((tmp_path / name / "rollouts").iterdir())
+        rows[name] = [
+            [line.split(b'"text"')[1].split(b'"advantage"')[0] for line in f.read_bytes().splitlines()] for f in files
+        ]
+    assert len(rows["pool"]) == 3
+    assert rows["pool"] == rows["inprocess"]
+
+
+def test_nothing_starts_before_weights_are_handed_over() -> None:
+    policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
+    pool = Pool(policy)
+    pool.close()
+    assert pool._folder is None
+
+
+class Several:
+    """Two members, one of them with other weights."""
+
+    policy_version = 3
+
+    async def score_each(self, token_ids: Any) -> dict[str, list[float]]:
+        return {"worker-1.1": [-1.0, -1.0], "worker-2.4": [-1.0, -1.5]}
+
+
+class Certain:
+    async def score(self, token_ids: Any) -> list[float]:
+        return [-1.0, -1.0]
+
+
+def test_a_member_without_the_trained_weights_is_named() -> None:
+    trainer: Any = Certain()
+    engine: Any = Several()
+    with pytest.raises(ParityError, match=r"engine Several, member worker-2\.4, does not sample from the trained"):
+        asyncio.run(check_parity(trainer, engine, [1, 2, 3], 3, 1e-4))
+
+
+def test_the_folder_is_private_and_swept_away_once_nobody_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    folder = PoolFolder()
+    try:
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+        sweep(folder.path.parent)
+        assert folder.path.is_dir()
+        fcntl.flock(folder._lock, fcntl.LOCK_UN)
+        sweep(folder.path.parent)
+        assert not folder.path.exists()
+    finally:
+        folder.remove()
+
+
+def test_held_weights_outlive_the_published_ones(tmp_path: Path) -> None:
+    policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
+    published = publish(tmp_path, policy, policy.named_weights(), 4)
+    held = tmp_path / "held"
+    hold(published, manifest_of(published), held)
+    remove_published(published)
+    assert set(read_published(held, dict(policy.named_weights()), 4)) == set(dict(policy.named_weights()))

@@ -1,0 +1,149 @@
+"""Runs of two ranks through the command line: they learn like one process, and no rank's death hangs the others."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from podium.errors import InputError
+from podium.records import Answer, Request, Sampling
+from podium.runtime import _wire as wire
+from podium.runtime._core import check_ranks
+from podium.settings import Settings
+
+SETTINGS = """
+[run]
+steps = 6
+prompts_per_step = 6
+rollouts_per_prompt = 6
+[model]
+device = "cpu"
+[rollout]
+max_new_tokens = 24
+[trainer]
+lr = 5e-4
+[checkpoint]
+every = 2
+[[reward]]
+name = "arithmetic"
+"""
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def podium(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "podium.cli", *arguments]
+
+
+def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    settings = folder.with_suffix(".toml")
+    settings.write_text(SETTINGS)
+    command = podium("train", str(settings), f"--run.folder={folder}", "--quiet", *flags)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+def ledger(folder: Path) -> list[tuple[int, int, list[int]]]:
+    """(ordinal, sample index, token ids) of every trained rollout."""
+    texts = [path.read_text() for path in sorted((folder / "rollouts").iterdir())]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    return sorted((line["ordinal"], line["sample_index"], line["token_ids"]) for line in lines)
+
+
+def rewards(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward/mean"] for line in lines if "reward/mean" in line]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    done = train(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("trainer", ["single", "fsdp"])
+def test_two_ranks_learn_as_one_does_and_a_checkpoint_of_two_goes_on_with_one(
+    one: Path, tmp_path: Path, trainer: str
+) -> None:
+    """Every rank that holds all weights writes its share of the rollouts: the same ones, since seeds decide."""
+    folder = tmp_path / "two"
+    done = train(folder, "--runtime.ranks=2", f"--trainer.name={trainer}")
+    assert done.returncode == 0, done.stderr
+    assert len(ledger(folder)) == len(ledger(one))
+    assert rewards(folder)[0] == rewards(one)[0]
+    assert rewards(folder) == pytest.approx(rewards(one), abs=0.3)
+    flags = ["--run.steps=7", "--runtime.ranks=1", "--allow-change", "runtime.ranks", "--trainer.name=single"]
+    flags += ["--allow-change", "trainer.name", "--quiet"]
+    again = subprocess.run(
+        podium("resume", str(folder), *flags), capture_output=True, text=True, timeout=300, env=ENVIRONMENT
+    )
+    assert again.returncode == 0, again.stderr
+    assert len(rewards(folder)) == 7
+
+
+def ranks_of(mark: str) -> dict[int, int]:
+    """Rank → process id of the ranks whose environment has the mark."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+            command = (entry / "cmdline").read_bytes() if environment else b""
+        except OSError:
+            continue
+        parts = dict(part.split(b"=", 1) for part in environment.split(b"\0") if b"=" in part)
+        is_rank = b"podium.runtime._rank" in command and b"RANK" in parts
+        if is_rank and parts.get(b"PODIUM_TEST") == mark.encode():
+            found[int(parts[b"RANK"])] = int(entry.name)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, victim: int) -> None:
+    settings, folder = tmp_path / "s.toml", tmp_path / "run"
+    settings.write_text(SETTINGS)
+    mark = f"--run.name=kill-{victim}-{os.getpid()}"
+    command = podium("train", str(settings), f"--run.folder={folder}", "--runtime.ranks=2", "--run.steps=5000", mark)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | {"PODIUM_TEST": mark}
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (folder / "checkpoints").is_dir() or not any((folder / "checkpoints").iterdir()):
+            assert time.monotonic() < deadline, "no checkpoint in time"
+            time.sleep(0.2)
+        victims = ranks_of(mark)
+        assert set(victims) == {0, 1}
+        os.kill(victims[victim], signal.SIGKILL)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "podium: " in error
+    assert "rank" in error.rpartition("podium: ")[2]
+    time.sleep(1)
+    assert ranks_of(mark) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tables", "complaint"),
+    [
+        (1, {"trainer": {"name": "fsdp"}}, "for several ranks"),
+        (2, {"trainer": {"name": "fsdp"}, "pack": {"shared_prefix": True}}, r"pack\.shared_prefix does not go with"),
+        (2, {"trainer": {"name": "fsdp", "optimizer": "adamw_8bit"}}, r"trainer\.optimizer must be 'adamw'"),
+    ],
+)
+def test_what_ranks_cannot_have_is_refused(ranks: int, tables: dict, complaint: str) -> None:
+    with pytest.raises(InputError, match=complaint):
+        check_ranks(Settings.from_dict({**tables, "reward": [{"name": "arithmetic"}]}), ranks)
+
+
+def test_requests_and_answers_come_through_the_wire_unchanged() -> None:
+    requests, sampling = [Request(3, (1, 2), (1 << 62, 5))], Sampling(9, 0.5, 4, 0.9, (2, 7))
+    assert wire.requests_from_bytes(wire.requests_to_bytes(requests, sampling)) == (requests, sampling)
+    answer = Answer(3, ((4, 2), (5,)), ((-0.1234567890123, -2.0), (-1e-9,)), ("stop", "length"), ((1, 1), (1, 2)))
+    assert wire.answers_from_bytes(wire.answers_to_bytes([answer])) == [answer]

@@ -1,0 +1,94 @@
+"""The server's side of weights from GPU to GPU, as far as a machine without GPUs goes: who is refused, and why.
+
+The engine that takes them is a stand-in that notes what it is told: NCCL itself needs two GPUs.
+"""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from podium.server.claims import Claims
+from podium.server.gate import Gate
+from podium.server.refusal import Refusal
+from podium.server.transfer import Join, Receive, Transfer, transfer_ranks
+from tests.server.serving import Running
+
+SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
+MEETING = {"master_address": "10.0.0.1", "master_port": 5000, "world_size": 3, "rank_offset": 1}
+UPDATE = {"names": list(SHAPES), "dtype_names": ["float32"] * 2, "shapes": [list(s) for s in SHAPES.values()]}
+
+
+class Able:
+    """vLLM on two GPUs, as the server sees it."""
+
+    tensor_parallel = 2
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def join_transfer(self, init_info: dict[str, Any]) -> None:
+        self.told.append(init_info)
+
+    async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
+        self.told.append((update_info, version))
+
+
+def a_server(engine: Any, *, device: str = "cuda", peft: Any = None) -> Any:
+    policy = SimpleNamespace(
+        peft=peft,
+        device=torch.device(device),
+        named_weights=lambda: ((name, torch.zeros(shape)) for name, shape in SHAPES.items()),
+    )
+    server = SimpleNamespace(engine=engine, policy=policy, claims=Claims(), gate=Gate(), run=None)
+
+    async def take_transfer(receive: Any, run: str | None) -> None:
+        async with server.gate.swapping():
+            await receive()
+        server.run = run
+
+    server.take_transfer = take_transfer
+    return server
+
+
+def test_names_and_shapes_reach_the_engine_and_the_run_owns_the_weights() -> None:
+    engine = Able()
+    server = a_server(engine)
+    assert transfer_ranks(server) == 2
+    server.claims.take("mine", "run")
+    asyncio.run(Transfer(server).join(Join(**MEETING, run="mine")))  # type: ignore[arg-type]
+    asyncio.run(Transfer(server).receive(Receive(**UPDATE, version=7, run="mine")))  # type: ignore[arg-type]
+    assert engine.told == [MEETING, (UPDATE, 7)]
+    assert server.run == "mine"
+
+
+@pytest.mark.parametrize("change", [{"names": ["a.weight", "c.weight"]}, {"shapes": [[2, 3], [5]]}, {"names": ["a"]}])
+def test_tensors_of_another_model_are_refused_before_any_comes(change: dict[str, Any]) -> None:
+    engine = Able()
+    with pytest.raises(Refusal, match="tensor"):
+        asyncio.run(Transfer(a_server(engine)).receive(Receive(**(UPDATE | change), version=7)))  # type: ignore[arg-type]
+    assert engine.told == []
+
+
+@pytest.mark.parametrize("others", [{"device": "cpu"}, {"peft": object()}])
+def test_a_cpu_or_an_adapter_takes_none(others: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match="no weights by NCCL"):
+        asyncio.run(Transfer(a_server(Able(), **others)).join(Join(**MEETING)))  # type: ignore[arg-type]
+
+
+def test_another_run_than_the_owner_is_refused() -> None:
+    server = a_server(Able())
+    server.claims.take("mine", "run")
+    with pytest.raises(Refusal, match="mine"):
+        asyncio.run(Transfer(server).join(Join(**MEETING, run="other")))  # type: ignore[arg-type]
+
+
+def test_a_real_server_without_a_gpu_says_so(server: Running) -> None:
+    with server.client() as client:
+        assert client.get("/info").json()["transfer_ranks"] == 0
+        for route, body in (("/join_transfer", MEETING), ("/receive_weights", {**UPDATE, "version": 1})):
+            answer = client.post(route, json=body)
+            assert answer.status_code == 422
+            assert "no weights by NCCL" in answer.json()["error"]

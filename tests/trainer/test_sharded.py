@@ -1,0 +1,100 @@
+"""Trainers that spread their weights over two ranks do what `single` does in one process, and share its checkpoint."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from podium.errors import InputError
+from podium.lookup import find, option_fields
+from podium.model.load import load_policy
+from podium.settings import Model
+from podium.trainer.single import Single
+from tests.trainer.ranks import Pair, sharded_steps
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp": ("fsdp", {}),
+    "zero-2": ("deepspeed", {"zero": 2}),
+    "zero-3": ("deepspeed", {"zero": 3}),
+}
+TOLERANCE = 1e-5
+"""On weights after two steps of AdamW at 1e-4: where a gradient is of rounding's size, its sign decides the step."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    if request.param != "fsdp" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (extra deepspeed)")
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(tmp_path_factory.mktemp("pair"))
+    yield made
+    made.close()
+
+
+def on_two(pair: Pair, kind: tuple[str, dict], lora: bool, folder: Path, start: str | None = None) -> dict[str, Any]:
+    folder.mkdir()
+    results = pair(sharded_steps, *kind, lora, str(folder), start)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    assert (
+        results[0]["metrics"] == pytest.approx(results[1]["metrics"][0]) or results[0]["state"] == results[1]["state"]
+    )
+    return results[0]
+
+
+def alone(lora: bool, folder: Path, start: str | None = None) -> dict[str, Any]:
+    folder.mkdir()
+    return sharded_steps("single", {}, lora, str(folder), start)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["score"] == pytest.approx(expected["score"], abs=1e-4)
+    for part in ("state", "weights"):
+        assert found[part].keys() == expected[part].keys()
+        for name, values in expected[part].items():
+            other = torch.tensor(found[part][name])
+            assert torch.allclose(other, torch.tensor(values), rtol=0, atol=TOLERANCE), name
+    for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        for name in theirs:
+            if not name.startswith("pack/"):
+                assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_two_ranks_train_as_one_process_and_each_takes_the_others_checkpoint(
+    pair: Pair, kind: tuple[str, dict], lora: bool, tmp_path: Path
+) -> None:
+    one, two = alone(lora, tmp_path / "one"), on_two(pair, kind, lora, tmp_path / "two")
+    assert_same(two, one)
+    go_on = alone(lora, tmp_path / "one-on", str(tmp_path / "one" / "state.safetensors"))
+    assert go_on["weights"] != one["weights"]
+    assert_same(alone(lora, tmp_path / "two-on-one", str(tmp_path / "two" / "state.safetensors")), go_on)
+    one_on_two = on_two(pair, kind, lora, tmp_path / "one-on-two", str(tmp_path / "one" / "state.safetensors"))
+    assert_same(one_on_two, go_on)
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    written, expected = (load_file(Path(result["model"]) / file) for result in (two, one))
+    assert written.keys() == expected.keys()
+    assert all(torch.allclose(written[name], expected[name], atol=TOLERANCE) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_one_process_is_told_to_use_single(name: str) -> None:
+    policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
+    with pytest.raises(InputError, match=r"is for several ranks; set runtime\.ranks, or use 'single'"):
+        find("trainer", name)(policy, None, 1, lr=1e-5)
+
+
+def test_every_trainer_has_the_options_of_single() -> None:
+    mine = option_fields(Single)
+    assert option_fields(find("trainer", "fsdp")) == mine
+    of_deepspeed = option_fields(find("trainer", "deepspeed"))
+    assert {**mine, "zero": of_deepspeed["zero"], "offload": of_deepspeed["offload"]} == of_deepspeed
