@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from podium import checkpoint_files
 from podium.checkpoint_files import find_damage
@@ -187,3 +188,21 @@ def test_a_checkpoint_from_before_prompts_could_be_pending_is_restored(finished:
     assert main(["resume", str(finished), "--run.steps=5"]) == 0
     events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "restored"] == [4]
+
+
+def test_what_was_written_is_compared_with_what_was_meant(tmp_path: Path) -> None:
+    """Any byte of the tensors, their names and their shapes; a NaN and an empty tensor are equal to themselves."""
+    nan = float("nan")
+    tensors = {"a": torch.tensor([1.0, nan, -0.0]), "b": torch.tensor([], dtype=torch.float64), "c": torch.tensor(7)}
+    place = tmp_path / "checkpoints" / "step-000001"
+    checkpoint_files.write_checkpoint(place, tensors, {"state": {}}, "", [])
+    assert checkpoint_files.find_difference(place, tensors) is None
+    others = {
+        "is not what was written": tensors | {"a": torch.tensor([1.0, nan, 0.0])},
+        "holds other tensors": {"a": tensors["a"], "b": tensors["b"]},
+        "has another shape": tensors | {"c": torch.tensor([7])},
+    }
+    for complaint, meant in others.items():
+        assert complaint in (checkpoint_files.find_difference(place, meant) or "")
+    flip_a_bit(place / "state.json")
+    assert checkpoint_files.find_difference(place, tensors) == "state.json is not what was written"

@@ -86,7 +86,9 @@ def learning_tables(folder: Path, seed: int, engine: str | None) -> dict[str, An
 
 def stays_flat(server: ForkServer, scratch: Path, deadline: float) -> bool:
     """Memory and open files of one process over many steps with faults."""
-    tables = tiny_tables(scratch / "flat", steps=10**6) | {
+    tables = tiny_tables(scratch / "flat", steps=10**6, max_skipped_steps=10**6) | {
+        "data": [{"name": "arithmetic", "max_rows": 2000}],
+        "trainer": {"lr": 1e-7},  # so that it never has nothing left to learn
         "engine": {"name": "tests.chaos.parts:OftenFailingEngine"},
         "checkpoint": {"every": 5, "keep": 2},
     }
