@@ -45,7 +45,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-Text = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Chat(BaseModel):
@@ -59,7 +59,7 @@ class Chat(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(sane_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
