@@ -78,6 +78,16 @@ REWARD = Chapter(
             "above 0.2: rewards judge half answers; raise `rollout.max_new_tokens`, or punish length",
         ),
         Metric(
+            "rollout/retries",
+            "times that an engine failed at a prompt of the step and was asked again",
+            "above 0 in many steps: an engine is ill; events.jsonl names it",
+        ),
+        Metric(
+            "rollout/dropped_groups",
+            "prompts of the step that an engine failed at in every try; they count nowhere",
+            "above 0: those prompts are lost to the run; look for what they have in common",
+        ),
+        Metric(
             "rollout/tokens_per_s",
             "answer tokens over the seconds of `time/engine_s`; left out where it wrote nothing since the last report",
         ),
