@@ -26,7 +26,7 @@ RECENT_STEPS = 100
 """Steps that a long run's page has in full."""
 MAX_EVALS = 500
 MAX_EVENTS = 60
-ROUTINE = ("sampling", "group", "training", "trained", "pushed", "committed")
+ROUTINE = ("sampling", "group", "training", "trained", "pushed", "committing", "committed")
 """Events of every step; only the last of them are kept, for the timeline."""
 MAX_MOMENTS = 300
 
