@@ -165,4 +165,4 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     assert same == [
         after["series"]["columns"][n]["mean"][:3] for n in before["series"]["columns"] if n.startswith("reward/")
     ]
-    assert [event["event"] for event in after["events"]] == ["started", "restored", "started", "finished"]
+    assert [event["event"] for event in after["events"]] == ["started", "stale_lock", "restored", "started", "finished"]
