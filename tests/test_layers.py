@@ -23,7 +23,7 @@ ALLOWED = {
     "loop_async": {"clock", "flights", "loop", "records", "stages"},
     "estimates": set(),
     "evaluation": {"estimates", "records", "stages"},
-    "scorecard": {"errors", "estimates", "evaluation"},
+    "scorecard": {"errors", "estimates", "evaluation", "report"},
     "lookup": {"errors"},
     "sections": {"errors", "lookup", "loss"},
     "settings": {"errors", "lookup", "records", "sections"},

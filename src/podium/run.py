@@ -204,6 +204,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         wired.watch.end()
         wired.stages.reward.close()
         wired.engine.close()
+        wired.stages.sync.close()
         folder.unlock()
 
 

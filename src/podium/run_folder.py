@@ -182,8 +182,8 @@ class RunFolder:
                     yield event
 
     def clean_up(self) -> None:
-        """Removes what a killed process left half-written."""
-        for leftover in (*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*")):
+        """Removes what a killed process left: files half-written, and weights on their way to its engine."""
+        for leftover in (*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _what_it_holds(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from podium.errors import InputError
 from podium.estimates import Comparison, Estimate, compare
 from podium.evaluation import Results
+from podium.report.jsonl import judged
 
 LOWEST, HIGHEST = 3, 2
 """Rollouts that the sample table shows of each end."""
@@ -45,14 +46,7 @@ def as_data(results: Results) -> dict[str, Any]:
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
                 "rollouts": [
-                    {
-                        "text": rollout.text,
-                        "reward": group.rewards[index],
-                        "reward_parts": dict(group.reward_parts[index]),
-                        "correct": group.correct[index],
-                        "finish_reason": rollout.finish_reason,
-                        "tokens": len(rollout.token_ids),
-                    }
+                    {**judged(group, index), "tokens": len(rollout.token_ids)}
                     for index, rollout in enumerate(group.rollouts)
                 ],
             }

@@ -171,6 +171,10 @@ class Sync(Protocol):
         """Nothing happens if the engine holds `version` already."""
         ...
 
+    def close(self) -> None:
+        """Removes what it left on the way; called when the run ends, however it does."""
+        ...
+
 
 class Checkpoint(Protocol):
     """Stage 9. The one atomic commit."""

@@ -58,6 +58,8 @@ def test_weights_arrive_through_the_folder_and_only_two_folders_stay(lora: bool,
         assert engine.policy_version == version
     folders = [path.name[:14] for path in (tmp_path / "weights").iterdir() if path.is_dir()]
     assert sorted(folders) == ["version-000002", "version-000003"]
+    channel.close()
+    assert not list((tmp_path / "weights").iterdir()), "a run that has ended leaves no weights behind"
 
 
 def test_an_engine_that_refuses_a_folder_keeps_its_weights(tmp_path: Path) -> None:

@@ -65,12 +65,13 @@ class VllmServer:
         own = {"vocabulary": self._policy.vocabulary, "tokenizer": tokenizer_fingerprint(self._policy.tokenizer)}
         try:
             theirs = {"model's size": info["vocabulary"], **info["tokenizer"]}
-            known = info["dtype"], info["max_context_tokens"], info["weights_root"]
+            if not all((info["dtype"], info["max_context_tokens"], info["weights_root"])):
+                raise KeyError
         except (KeyError, TypeError):
             raise EngineError(f"engine {self._connection.url} is no `podium serve`") from None
         ours = {"model's size": own["vocabulary"], **own["tokenizer"]}
         different = [name for name in ours if ours[name] != theirs.get(name)]
-        if different or not all(known):
+        if different:
             raise InputError(
                 f"engine {self._connection.url} serves another model than model.name: they differ in "
                 f"{', '.join(different).replace('_', ' ')}; serve the model that is trained"

@@ -54,12 +54,8 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 "source": group.prompt.source,
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
-                "text": rollout.text,
-                "reward": group.rewards[index],
-                "reward_parts": dict(group.reward_parts[index]),
-                "correct": group.correct[index],
+                **judged(group, index),
                 "advantage": round(group.advantages[index], 6),
-                "finish_reason": rollout.finish_reason,
                 "token_ids": list(rollout.token_ids),
                 "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
                 **_logprob_gaps(report, group, index),
@@ -75,13 +71,20 @@ def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 "sample_index": rollout.sample_index,
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
-                "text": rollout.text,
-                "reward": group.rewards[index],
-                "reward_parts": dict(group.reward_parts[index]),
-                "correct": group.correct[index],
-                "finish_reason": rollout.finish_reason,
+                **judged(group, index),
                 "tokens": len(rollout.token_ids),
             }
+
+
+def judged(group: Group, index: int) -> dict[str, Any]:
+    """What a rollout says and what was made of it."""
+    return {
+        "text": group.rollouts[index].text,
+        "reward": group.rewards[index],
+        "reward_parts": dict(group.reward_parts[index]),
+        "correct": group.correct[index],
+        "finish_reason": group.rollouts[index].finish_reason,
+    }
 
 
 def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, list[float]]:

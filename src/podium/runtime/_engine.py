@@ -15,6 +15,7 @@ from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
 from podium.records import Batch, UpdateResult
 from podium.run_folder import RunFolder
+from podium.runtime._around import Around
 from podium.settings import Settings
 from podium.stages import Engine
 from podium.sync._delivery import Delivery
@@ -59,19 +60,17 @@ def make_sync(
     return find("sync", settings.sync.name)(delivery, **settings.sync.options)
 
 
-class TrainsAlone:
-    """A trainer whose engine sleeps while it steps (`engine.sleep`). Everything but `step` is the trainer's own."""
+class TrainsAlone(Around):
+    """A trainer whose engine sleeps while it steps (`engine.sleep`)."""
 
     def __init__(self, trainer: Any, engine: Any) -> None:
-        self._trainer, self._engine = trainer, engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        super().__init__(trainer)
+        self._engine = engine
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         await self._engine.sleep()
         try:
-            return await self._trainer.step(batches)
+            return await self._stage.step(batches)
         finally:
             await self._engine.wake()
 

@@ -6,10 +6,10 @@ weights and proved it). Tests and people read from them what overlapped and in w
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from podium.records import Batch, Group, Prompt, UpdateResult
 from podium.run_folder import RunFolder
+from podium.runtime._around import Around
 from podium.stages import Engine, RolloutStage, Sync, Trainer
 
 
@@ -28,30 +28,27 @@ class LoggedRollout:
             yield group
 
 
-class LoggedTrainer:
-    """Everything but `step` is the trainer's own."""
-
+class LoggedTrainer(Around):
     def __init__(self, trainer: Trainer, folder: RunFolder) -> None:
-        self._trainer, self._folder = trainer, folder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        super().__init__(trainer)
+        self._folder = folder
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         self._folder.event("training", batches=len(batches))
         started = time.monotonic()
-        result = await self._trainer.step(batches)
+        result = await self._stage.step(batches)
         self._folder.event("trained", updated=result.updated, seconds=time.monotonic() - started)
         return result
 
 
-class LoggedSync:
+class LoggedSync(Around):
     def __init__(self, sync: Sync, engine: Engine, folder: RunFolder) -> None:
-        self._sync, self._engine, self._folder = sync, engine, folder
+        super().__init__(sync)
+        self._engine, self._folder = engine, folder
 
     async def push(self, version: int) -> None:
         before, started = self._engine.policy_version, time.monotonic()
-        await self._sync.push(version)
+        await self._stage.push(version)
         if self._engine.policy_version != before:
-            channel = type(self._sync).__name__.lower()
+            channel = type(self._stage).__name__.lower()
             self._folder.event("pushed", policy_version=version, channel=channel, seconds=time.monotonic() - started)

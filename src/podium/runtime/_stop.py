@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from podium.errors import RunStopped
 from podium.records import Batch, Group, Plan, Prompt, RunState, UpdateResult
+from podium.runtime._around import Around
 from podium.stages import Stages
 
 POLL_S = 0.1
@@ -64,25 +65,21 @@ class StoppableRollout:
                     await coming
 
 
-class NotingTrainer:
+class NotingTrainer(Around):
     def __init__(self, trainer: Any, window: Window) -> None:
-        self._trainer, self._window = trainer, window
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
+        super().__init__(trainer)
+        self._window = window
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         self._window.has_trained = True
-        return await self._trainer.step(batches)
+        return await self._stage.step(batches)
 
 
-class NotingCheckpoint:
+class NotingCheckpoint(Around):
     def __init__(self, checkpoint: Any, window: Window) -> None:
-        self._checkpoint, self._window = checkpoint, window
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._checkpoint, name)
+        super().__init__(checkpoint)
+        self._window = window
 
     async def commit_if_due(self, state: RunState) -> None:
-        await self._checkpoint.commit_if_due(state)
+        await self._stage.commit_if_due(state)
         self._window.has_trained = False

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from podium.errors import NoProgressError
 from podium.records import Group, Prompt
 from podium.run_folder import RunFolder
+from podium.runtime._around import Around
 from podium.stages import Stages
 
 T = TypeVar("T")
@@ -172,16 +173,14 @@ class WatchedRollout:
             yield group
 
 
-class WatchedReward:
+class WatchedReward(Around):
     """A group is out until it is scored and passed on, after those before it."""
 
     def __init__(self, reward: Any, watch: Watch) -> None:
-        self._reward, self._watch = reward, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reward, name)
+        super().__init__(reward)
+        self._watch = watch
 
     async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
-        async for group in self._reward.score_each(groups, after):
+        async for group in self._stage.score_each(groups, after):
             self._watch.scored(group.prompt.ordinal)
             yield group

@@ -36,7 +36,7 @@ from podium.runtime._reports import build_reports, check_reports
 from podium.runtime._stop import stoppable
 from podium.runtime._watch import Watch, watched
 from podium.settings import Settings
-from podium.stages import Stages, Trainer
+from podium.stages import Stages, Sync, Trainer
 
 
 def local(
@@ -80,7 +80,7 @@ def local(
         filter=build_filter(settings),
         pack=build_pack(settings, memory, ranks),
         trainer=cast(Trainer, LoggedTrainer(stepping, folder)),
-        sync=LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder),
+        sync=cast(Sync, LoggedSync(make_sync(settings, trainer, engine, policy, data, folder), engine, folder)),
         checkpoint=build_checkpoint(settings, folder, policy, trainer, ledger, data, step),
         report=reports,
         evaluation=HeldOut(

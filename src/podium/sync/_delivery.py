@@ -49,3 +49,8 @@ class Delivery:
         await self.engine.load_folder(published, version)
         while len(self._published) > KEPT_FOLDERS:
             remove_published(self._published.pop(0))
+
+    def remove_folders(self) -> None:
+        """Engines hold what they have read, so nothing needs the folders once the run has ended."""
+        while self._published:
+            remove_published(self._published.pop())

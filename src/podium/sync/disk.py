@@ -36,6 +36,9 @@ class Disk:
     async def push(self, version: int) -> None:
         await self._delivery.once(version, self._carry)
 
+    def close(self) -> None:
+        self._delivery.remove_folders()
+
     async def _carry(self, version: int) -> None:
         if self._claim is not None:
             await self._claim(self._delivery.run_id, self._scope)

@@ -37,6 +37,9 @@ class Nccl:
     async def push(self, version: int) -> None:
         await self._delivery.once(version, self._carry)
 
+    def close(self) -> None:
+        """Nothing is left behind."""
+
     async def _carry(self, version: int) -> None:
         engine: Any = self._delivery.engine
         if getattr(engine, "outlives_run", False):

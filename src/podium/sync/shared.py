@@ -14,5 +14,8 @@ class Shared:
     async def push(self, version: int) -> None:
         await self._delivery.once(version, self._carry)
 
+    def close(self) -> None:
+        """Nothing is left behind."""
+
     async def _carry(self, version: int) -> None:
         await self._delivery.engine.load_weights(self._delivery.trainer.weights(), version)

@@ -134,16 +134,17 @@ class Supervisor:
             await self._until(lambda: self._num_proven(weights.version) >= self.rules.floor)
 
     async def score_each(self, token_ids: list[int]) -> dict[str, list[float]]:
-        """By every member in service; remembered, for those who come later."""
+        """By every member in service, those who come meanwhile too; remembered, for those who come later."""
         self.raise_failure()
         assert self.weights is not None
         version = self.weights.version
         scores: dict[str, list[float]] = {}
-        while not scores:  # those who were asked may all be lost on the way
-            await self._until(lambda: len(self._members) > 0)
-            asked = list(self._members)
+        await self._until(lambda: len(self._members) > 0)
+        while asked := [member for member in self._members if member.name not in scores]:
             found = await asyncio.gather(*(self._score(member, token_ids) for member in asked))
-            scores = {member.name: row for member, row in zip(asked, found, strict=True) if row is not None}
+            scores |= {member.name: row for member, row in zip(asked, found, strict=True) if row is not None}
+            if not scores:  # those who were asked may all be lost on the way
+                await self._until(lambda: len(self._members) > 0)
         self._probe = Probe(version, token_ids, next(iter(scores.values())))
         return scores
 
