@@ -52,7 +52,7 @@ ALLOWED = {
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-TOP = {"__init__", "runtime", "run", "check", "export", "push", "timing", "workbench", "cli"}
+TOP = {"__init__", "runtime", "run", "calibrate", "check", "export", "push", "timing", "workbench", "cli"}
 """Parts that wire the others and may import them all."""
 
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from uuid import uuid4
 
+from podium.calibrate import without_auto
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
@@ -62,6 +63,7 @@ def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    settings = without_auto(settings)
     check_rewards(settings)
     check_trainer(settings)
     check_start(settings)

@@ -5,6 +5,7 @@ A run here is the loop with everything around it: the folder and its lock, signa
 
 import asyncio
 import errno
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -14,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
+from podium.calibrate import choose_engine, without_auto
 from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
@@ -73,11 +75,16 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
+    settings, choice = choose_engine(settings)
+    if choice:
+        print(choice, file=sys.stderr, flush=True)
     if ranks := _ranks_to_launch(settings):
         return _launched(settings, ranks, folder=None, step=None, console_mode=console_mode)
     with StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
+        if choice:
+            folder.event("engine_chosen", message=choice)
         return _run(folder, wired, stop)
 
 
@@ -118,7 +125,7 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
     """The same, with every rollout."""
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
-    settings = settings.resolve()
+    settings = without_auto(settings.resolve())
     check_rewards(settings)
     rows = read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)

@@ -57,11 +57,10 @@ async def run_trial(
 
     Changes the policy's weights: for one that is thrown away.
     """
-    per_prompt = settings.run.rollouts_per_prompt
-    some = prompts[: max(1, MOST_ROLLOUTS // per_prompt)]
+    some = some_of(settings, prompts)
     tokens = min(settings.rollout.options.get("max_new_tokens", MOST_TOKENS), MOST_TOKENS)
-    first_token_s, _ = await _sampled(settings, engine, some, 1)
-    sample_s, groups = await _sampled(settings, engine, some, tokens)
+    first_token_s, _ = await sampled(settings, engine, some, 1)
+    sample_s, groups = await sampled(settings, engine, some, tokens)
     trainer = make_trainer(settings, policy, settings.plan, memory)
     batches = build_pack(settings, memory)(groups)
     await trainer.step(batches)  # compiles, allocates
@@ -69,10 +68,15 @@ async def run_trial(
     await trainer.step(batches)
     train_s = time.perf_counter() - started
     mean = sum(len(prompt.token_ids) for prompt in some) / len(some)
-    return Trial(len(some) * per_prompt, tokens, mean, first_token_s, sample_s, train_s)
+    return Trial(len(some) * settings.run.rollouts_per_prompt, tokens, mean, first_token_s, sample_s, train_s)
 
 
-async def _sampled(
+def some_of(settings: Settings, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """As many as are worth the time."""
+    return prompts[: max(1, MOST_ROLLOUTS // settings.run.rollouts_per_prompt)]
+
+
+async def sampled(
     settings: Settings, engine: Engine, prompts: Sequence[Prompt], tokens: int
 ) -> tuple[float, list[Group]]:
     """Seconds, and groups as if half of each had been right. No token ends a rollout, so all have the same length."""

@@ -97,9 +97,9 @@ class Inprocess:
         self._check_decoding()
         self._continuous: Continuous | None = None
         self._is_compared = False
+        """Whether captured decoding has been compared with a plain forward pass; done at the first call."""
         self._is_replaying = False
         """Whether a call is on the captured steps; one beside it decodes plainly."""
-        """Whether captured decoding has been compared with a plain forward pass; done at the first call."""
         if self._device.type == "cuda":
             self._continuous = self._captured_decoding()
 
