@@ -106,7 +106,9 @@ def test_an_evaluation_is_too_short_to_measure_for() -> None:
 
 def test_a_server_wants_a_name(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from podium.cli import console; console()", "serve", "embedded"]
-    ended = subprocess.run([*command, "--uds", str(tmp_path / "s"), "--engine", "auto"], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [*command, "--uds", str(tmp_path / "s"), "--engine", "auto"], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 2
     assert "engine.name = 'auto' is for `podium train`; here name one: inprocess, vllm_local" in ended.stderr
 
