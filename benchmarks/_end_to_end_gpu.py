@@ -32,6 +32,8 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
+from _trl_config import trl_config
+
 from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
@@ -368,7 +370,7 @@ def run_trl(work: Workload, folder: Path, num_steps: int, *, micro_batch: int) -
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
             reward_funcs=clock.reward,
-            args=trl_config(work, output, num_steps, micro_batch),
+            args=own_trl_config(work, output, num_steps, micro_batch),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[clock],
@@ -392,38 +394,22 @@ def podium_prompts(tokenizer: Any, work: Workload, num_steps: int) -> list[Any]:
     return data.draw(RunState(), num_steps * work.prompts_per_step)
 
 
-def trl_config(work: Workload, output: str, num_steps: int, micro_batch: int) -> Any:
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=output,
-        max_steps=num_steps,
+def own_trl_config(work: Workload, output: str, num_steps: int, micro_batch: int) -> Any:
+    """With vLLM in its process, and so many rollouts in a pass."""
+    return trl_config(
+        output,
+        num_steps,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=work.prompts_per_step * GROUP_SIZE // micro_batch,
         num_generations=GROUP_SIZE,
         max_completion_length=work.max_new_tokens,
         temperature=1.0,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="dapo",  # the mean over the step's tokens, as Podium's default
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        disable_dropout=True,
-        mask_truncated_completions=False,
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
         bf16=True,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=VLLM_MEMORY_SHARE,
         vllm_max_model_length=2048,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         seed=SEED,
     )
 

@@ -4,12 +4,12 @@
     python benchmarks/end_to_end.py --weights lora
     python benchmarks/end_to_end.py --gpu               # TRL with vLLM on one GPU, see _end_to_end_gpu.py
 
-Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium as it is set by default
-(groups whose rewards are all equal are skipped). Each is a process of its own. They take turns step by step, one
-waits while another works, so that a machine that is slower for a while is so for all three; and they are started anew
-several times, since one process can be slower than the next for its whole life. A step's time is from the end of the
-step before it to its own end, less the wait: nothing falls between two steps. Compare the ratios; the seconds are
-this machine's.
+Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium that skips, as by default,
+groups whose rewards are all equal. Podium computes a prompt once for its group (`pack.shared_prefix`). Each is a
+process of its own. They take turns step by step, one waits while another works, so that a machine that is slower for
+a while is so for all three; and they are started anew several times, since one process can be slower than the next
+for its whole life. A step's time is from the end of the step before it to its own end, less the wait: nothing falls
+between two steps. Compare the ratios; the seconds are this machine's.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,12 +30,12 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
+from _trl_config import trl_config
+
 TITLES = {"trl": "TRL", "podium": "Podium, equal work", "podium_skipping": "Podium, skipping"}
 RESULTS = Path(__file__).parent / "results" / "end_to_end_cpu.json"
 
-PROMPTS_PER_STEP = 16
 GROUP_SIZE = 8
-MAX_NEW_TOKENS = 24
 TEMPERATURE = 1.0
 LEARNING_RATE = 1e-6
 """So small that the policy stays where it is: all contenders write answers of the same length to the end."""
@@ -49,6 +50,19 @@ Step = dict[str, float]
 """What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
 Round = dict[str, list[Step]]
 """The measured steps of each contender's process."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every contender does in a process."""
+
+    model: str
+    weights: str
+    prompts: int
+    """Of a step."""
+    tokens: int
+    """Of an answer, at most."""
+    num_steps: int
 
 
 def main() -> None:
@@ -75,6 +89,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=("lora", "full"), default=["lora", "full"])
     parser.add_argument("--model", default="embedded", help="a model folder, to measure at another accuracy")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step, with 8 answers each")
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer, at most")
     parser.add_argument("--rounds", type=int, default=4, help="how often each contender is started anew")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each contender in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps before them, not measured")
@@ -123,7 +139,8 @@ class Contender:
     def __init__(self, args: argparse.Namespace, weights: str, name: str, folder: Path) -> None:
         self.name = name
         self._log = folder / f"{name}.log"
-        numbers = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+        work = ["--prompts", str(args.prompts), "--tokens", str(args.tokens)]
+        numbers = [*work, "--steps", str(args.steps), "--warmup", str(args.warmup)]
         command = [sys.executable, str(Path(__file__).resolve()), "--contender", name, "--weights", weights]
         own = {"OMP_NUM_THREADS": str(args.threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
         malloc = KEEP_MEMORY if args.malloc == "keep" else {}
@@ -211,9 +228,9 @@ def workload(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "dtype": "float32",
         "data": "arithmetic, train split",
-        "prompts_per_step": PROMPTS_PER_STEP,
+        "prompts_per_step": args.prompts,
         "group_size": GROUP_SIZE,
-        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_new_tokens": args.tokens,
         "temperature": TEMPERATURE,
         "lr": LEARNING_RATE,
         "lora": LORA,
@@ -255,11 +272,11 @@ def run_contender(args: argparse.Namespace) -> None:
     """Standard output is kept for the steps; what libraries print goes where errors go."""
     pipe = os.dup(1)
     os.dup2(2, 1)
-    num_steps, weights = args.warmup + args.steps, args.weights[0]
+    work = Work(args.model, args.weights[0], args.prompts, args.tokens, args.warmup + args.steps)
     if args.contender == "trl":
-        run_trl(args.model, weights, num_steps, pipe)
+        run_trl(work, pipe)
     else:
-        run_podium(args.model, weights, num_steps, pipe, skipping=args.contender == "podium_skipping")
+        run_podium(work, pipe, skipping=args.contender == "podium_skipping")
 
 
 class Turns:
@@ -279,7 +296,7 @@ class Turns:
         self.wait()
 
 
-def run_podium(model: str, weights: str, num_steps: int, pipe: int, *, skipping: bool) -> None:
+def run_podium(work: Work, pipe: int, *, skipping: bool) -> None:
     """A plain run through the public entry point, with `Clock` as a report."""
     import podium
 
@@ -287,16 +304,17 @@ def run_podium(model: str, weights: str, num_steps: int, pipe: int, *, skipping:
         tables = {
             "run": {
                 "folder": f"{folder}/run",
-                "steps": num_steps,
+                "steps": work.num_steps,
                 "seed": SEED,
-                "prompts_per_step": PROMPTS_PER_STEP,
+                "prompts_per_step": work.prompts,
                 "rollouts_per_prompt": GROUP_SIZE,
             },
-            "model": {"name": model, "dtype": "float32", "device": "cpu", "lora": LORA if weights == "lora" else False},
+            "model": {"name": work.model, "device": "cpu", "lora": LORA if work.weights == "lora" else False},
             "data": [{"name": "arithmetic"}],
             "reward": [{"name": "arithmetic"}],
-            "rollout": {"temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS},
+            "rollout": {"temperature": TEMPERATURE, "max_new_tokens": work.tokens},
             "filter": {"drop_no_signal": skipping},
+            "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE},
             "checkpoint": {"every": 0},
             "report": [{"name": f"{Path(__file__).resolve()}:Clock", "pipe": pipe}],
@@ -331,7 +349,7 @@ class Clock:
         """The traceback says it."""
 
 
-def run_trl(model: str, weights: str, num_steps: int, pipe: int) -> None:
+def run_trl(work: Work, pipe: int) -> None:
     """The same prompts in the same order through `GRPOTrainer`."""
     import torch
     from datasets import Dataset
@@ -341,31 +359,31 @@ def run_trl(model: str, weights: str, num_steps: int, pipe: int) -> None:
 
     from podium.model.load import model_folder
 
-    folder = model_folder(model)
+    folder = model_folder(work.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    prompts = podium_prompts(tokenizer, num_steps)
+    prompts = podium_prompts(tokenizer, work)
     rows = [
         {"prompt": [dict(turn) for turn in prompt.messages], "answer": prompt.answer, "ordinal": prompt.ordinal}
         for prompt in prompts
     ]
     adapter = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules="all-linear", task_type="CAUSAL_LM")
-    clock = make_trl_clock(Turns(pipe))
+    clock = make_trl_clock(Turns(pipe), work.prompts)
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
             reward_funcs=clock.reward,
-            args=trl_config(output, num_steps),
+            args=own_trl_config(output, work),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[clock],
-            peft_config=adapter if weights == "lora" else None,
+            peft_config=adapter if work.weights == "lora" else None,
         )
         ids = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
         assert [tuple(each) for each in ids] == [prompt.token_ids for prompt in prompts], "the prompts' ids differ"
         trainer.train()
 
 
-def podium_prompts(tokenizer: Any, num_steps: int) -> list[Any]:
+def podium_prompts(tokenizer: Any, work: Work) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
     from podium.data._mixture import Source
     from podium.data._order import OrderedData
@@ -373,47 +391,30 @@ def podium_prompts(tokenizer: Any, num_steps: int) -> list[Any]:
     from podium.records import Plan, RunState
 
     rows = arithmetic()
-    plan = Plan(num_steps, PROMPTS_PER_STEP, GROUP_SIZE)
+    plan = Plan(work.num_steps, work.prompts, GROUP_SIZE)
     data = OrderedData(rows, [Source("rows", len(rows), tokenizer.model_max_length)], tokenizer, plan, SEED)
-    return data.draw(RunState(), num_steps * PROMPTS_PER_STEP)
+    return data.draw(RunState(), work.num_steps * work.prompts)
 
 
-def trl_config(output: str, num_steps: int) -> Any:
-    """The fastest of TRL's settings for this work: the whole step is one batch, nothing is recomputed or logged."""
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=output,
-        max_steps=num_steps,
-        per_device_train_batch_size=PROMPTS_PER_STEP * GROUP_SIZE,
+def own_trl_config(output: str, work: Work) -> Any:
+    """The whole step is one batch, on the CPU."""
+    return trl_config(
+        output,
+        work.num_steps,
+        per_device_train_batch_size=work.prompts * GROUP_SIZE,
         gradient_accumulation_steps=1,
         num_generations=GROUP_SIZE,
-        max_completion_length=MAX_NEW_TOKENS,
+        max_completion_length=work.tokens,
         temperature=TEMPERATURE,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="dapo",  # the mean over the step's tokens, as Podium's default
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        disable_dropout=True,
-        mask_truncated_completions=False,
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
         use_vllm=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         seed=SEED,
     )
 
 
-def make_trl_clock(turns: Turns) -> Any:
+def make_trl_clock(turns: Turns, prompts: int) -> Any:
     """A callback that ends the turn with each step, and the reward function, which sees the step's answers."""
     from transformers import TrainerCallback
 
@@ -424,8 +425,8 @@ def make_trl_clock(turns: Turns) -> Any:
             self._facts: Step = {}
 
         def reward(self, completions, completion_ids, answer, ordinal, trainer_state, **others) -> list[float]:
-            first = trainer_state.global_step * PROMPTS_PER_STEP
-            assert ordinal[::GROUP_SIZE] == list(range(first, first + PROMPTS_PER_STEP)), "not Podium's prompts"
+            first = trainer_state.global_step * prompts
+            assert ordinal[::GROUP_SIZE] == list(range(first, first + prompts)), "not Podium's prompts"
             rewards = [
                 arithmetic(SimpleNamespace(answer=right), SimpleNamespace(text=turns[-1]["content"]))  # type: ignore[arg-type]
                 for turns, right in zip(completions, answer, strict=True)
