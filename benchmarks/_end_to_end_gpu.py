@@ -5,7 +5,8 @@
 
 Each contender is a process of its own, one after the other: same prompts in the same order, group size, longest answer,
 temperature, bfloat16 products over float32 weights, loss (mean over the step's tokens, importance correction capped, no
-KL), AdamW, learning rate and seed; no group is skipped. `trl-N` goes through N rollouts at a time. What was measured
+KL), AdamW, learning rate and seed; no group is skipped. `trl-N` goes through N rollouts at a time,
+`podium-overlap` samples the next step while it trains this one. What was measured
 before stays in the results file, so a model or a contender can be measured by itself. A step's time is from the end
 of the step before it to its own end. Memory is what the whole GPU has given away, at its highest.
 
@@ -37,7 +38,7 @@ from _trl_config import trl_config
 from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
-CONTENDERS = ("podium", "podium-vllm", "trl-64", "trl-128")
+CONTENDERS = ("podium", "podium-overlap", "podium-vllm", "trl-64", "trl-128")
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
 SYSTEM_TURN = {"role": "system", "content": SYSTEM}
@@ -261,7 +262,7 @@ def now() -> str:
 def run_contender(args: argparse.Namespace) -> None:
     model, num_steps = args.models[0], args.warmup + args.steps
     if args.contender.startswith("podium"):
-        run_podium(WORKLOADS[model], args.folder, num_steps, use_vllm=args.contender == "podium-vllm")
+        run_podium(WORKLOADS[model], args.folder, num_steps, variant=args.contender.removeprefix("podium"))
     else:
         run_trl(WORKLOADS[model], args.folder, num_steps, micro_batch=int(args.contender.partition("-")[2]))
 
@@ -286,7 +287,7 @@ def hash_reward(prompt: Any, rollout: Any) -> float:
     return zlib.crc32(rollout.text.encode()) % 1000 / 1000
 
 
-def run_podium(work: Workload, folder: Path, num_steps: int, *, use_vllm: bool) -> None:
+def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) -> None:
     """A plain run through the public entry point, with `Clock` as a report."""
     import podium
 
@@ -303,12 +304,13 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, use_vllm: bool) 
                 "seed": SEED,
                 "prompts_per_step": work.prompts_per_step,
                 "rollouts_per_prompt": GROUP_SIZE,
+                "max_lag": 1 if variant == "-overlap" else 0,
             },
             "model": {"name": str(folder), "dtype": "float32", "device": "cuda", "lora": False},
             "data": [{"name": "arithmetic", "operations": "+"}],
             "reward": [reward],
             "rollout": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens, "system": SYSTEM},
-            "engine": vllm if use_vllm else {"name": "inprocess"},
+            "engine": vllm if variant == "-vllm" else {"name": "inprocess"},
             "filter": {"drop_no_signal": False},
             "trainer": {"lr": LEARNING_RATE, "precision": "bfloat16"},
             "checkpoint": {"every": 0},

@@ -45,3 +45,12 @@ def test_every_metric_that_a_run_writes_is_explained(tmp_path: Path) -> None:
         "eval/verifier/arithmetic",
     }
     assert not missing
+
+
+def test_the_table_and_the_picture_of_speed_are_what_was_measured() -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, str(ROOT / "benchmarks" / "picture.py"), "--check"]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stderr

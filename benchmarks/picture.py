@@ -1,0 +1,119 @@
+"""The README's table and picture of whole steps on a GPU, made from what `end_to_end.py --gpu` measured.
+
+python benchmarks/picture.py            # writes both
+python benchmarks/picture.py --check    # exit 1 if they are not what the results say
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "end_to_end_h200.json"
+PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "images" / "end_to_end.svg"
+BEGIN, END = "<!-- made by benchmarks/picture.py -->", "<!-- end -->"
+TITLES = {"podium": "Podium", "podium-vllm": "Podium, vLLM", "podium-overlap": "Podium, overlapped"}
+COLOURS = {"generation": "#4477aa", "training": "#ddaa33", "other": "#bbbbbb"}
+WIDTH, LEFT, ROW, BAR = 760, 230, 30, 18
+
+Model = Mapping[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    models = json.loads(RESULTS.read_text(encoding="utf-8"))["models"]
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = {PAGE: with_table(page, table(models)), PICTURE: picture(models)}
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    if args.check:
+        sys.exit(f"not what the results say: {', '.join(path.name for path in stale)}" if stale else 0)
+    for path in stale:
+        path.write_text(wanted[path], encoding="utf-8")
+
+
+def with_table(page: str, made: str) -> str:
+    """The page with everything between the two marks replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def title(contender: str) -> str:
+    if contender.startswith("trl-"):
+        return f"TRL, vLLM colocated, {contender.removeprefix('trl-')} at a time"
+    return TITLES[contender]
+
+
+def ran(model: Model) -> dict[str, Any]:
+    """Contenders that came to their end, fastest first."""
+    whole = {name: facts for name, facts in model["contenders"].items() if "failed" not in facts}
+    return dict(sorted(whole.items(), key=lambda item: item[1]["seconds_median"]))
+
+
+def table(models: Mapping[str, Model]) -> str:
+    """Markdown; `TRL / this` is against the fastest TRL of the same model."""
+    lines = [
+        "| model, rollouts × tokens | | s/step | TRL / this | generated tokens/s | peak GB | logprob mismatch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, model in models.items():
+        work, contenders = model["workload"], ran(model)
+        trl = [facts["seconds_median"] for contender, facts in contenders.items() if contender.startswith("trl-")]
+        for contender, facts in contenders.items():
+            ratio = f"{min(trl) / facts['seconds_median']:.1f}" if trl else "–"
+            lines.append(
+                f"| {name}, {work['prompts_per_step'] * 8} × {work['max_new_tokens']} | {title(contender)} "
+                f"| {facts['seconds_median']:.2f} | {ratio} | {facts['generated_tokens_per_s']:,.0f} "
+                f"| {facts['peak_memory_gb']:.0f} | {facts['mismatch_abs_mean']:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+def picture(models: Mapping[str, Model]) -> str:
+    """Seconds of a step as bars, one a contender, by what they were spent on; each model has a scale of its own."""
+    parts: list[str] = []
+    y = 34
+    for name, model in models.items():
+        contenders = ran(model)
+        parts.append(text(10, y, name, "bold"))
+        longest = max(facts["seconds_median"] for facts in contenders.values())
+        for contender, facts in contenders.items():
+            y += ROW
+            parts += bar(y, title(contender), facts, (WIDTH - LEFT - 70) / longest)
+        y += ROW + 12
+    legend = "".join(
+        f'<rect x="{LEFT + 130 * i}" y="6" width="10" height="10" fill="{colour}"/>'
+        + text(LEFT + 16 + 130 * i, 15, part)
+        for i, (part, colour) in enumerate(COLOURS.items())
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 18}" role="img" '
+        'aria-label="Seconds of a GRPO step on one H200" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{legend}{"".join(parts)}</svg>\n'
+    )
+
+
+def bar(y: int, label: str, facts: Mapping[str, Any], scale: float) -> list[str]:
+    generation, training = facts["generation_s_median"], facts["training_s_median"]
+    spent = {"generation": generation, "training": training}
+    spent["other"] = max(0.0, facts["seconds_median"] - generation - training)
+    drawn, x = [text(10, y, label)], float(LEFT)
+    for part, seconds in spent.items():
+        width = seconds * scale
+        drawn.append(f'<rect x="{x:.1f}" y="{y - 13}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[part]}"/>')
+        x += width
+    return [*drawn, text(x + 6, y, f"{facts['seconds_median']:.2f} s")]
+
+
+def text(x: float, y: float, content: str, weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y}" fill="#222222" font-weight="{weight}">{escape(content)}</text>'
+
+
+if __name__ == "__main__":
+    main()
