@@ -184,19 +184,20 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 
 
 @contextmanager
-def lying(policy: Policy, lines: list[Any]) -> Iterator[str]:
-    """A server that shakes hands properly and then sends these lines."""
+def lying(policy: Policy, lines: list[Any], untold: str = "") -> Iterator[str]:
+    """A server that shakes hands properly, but for what it leaves untold, and then sends these lines."""
     info = {
         "vocabulary": policy.vocabulary,
         "tokenizer": tokenizer_fingerprint(policy.tokenizer),
         "dtype": "float32",
         "max_context_tokens": 512,
         "weights_root": "/nowhere",
+        "transfer_ranks": 0,
     }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(json.dumps(info).encode())
+            self.answer(json.dumps({key: value for key, value in info.items() if key != untold}).encode())
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
@@ -236,6 +237,12 @@ def test_a_right_answer_is_taken(policy: Policy) -> None:
         [answer] = asked(VllmServer(policy, url=url))
     assert answer.token_ids == ((5, 6), (7,))
     assert answer.policy_versions == ((0, 0), (0, 0))
+
+
+@pytest.mark.parametrize("untold", ["vocabulary", "tokenizer", "dtype", "weights_root", "transfer_ranks"])
+def test_a_server_that_does_not_say_what_it_is_is_none_of_ours(untold: str, policy: Policy) -> None:
+    with lying(policy, [], untold) as url, pytest.raises(EngineError, match="is no `podium serve`"):
+        VllmServer(policy, url=url)
 
 
 def test_nobody_there_is_told_at_once(policy: Policy, tmp_path: Path) -> None:

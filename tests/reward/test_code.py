@@ -323,7 +323,7 @@ def test_a_cheat_does_not_pass(name: str) -> None:
     program, tests = CHEATS[name]
     started = time.monotonic()
     assert score(program, tests, test_timeout_s=0.4, memory_mb=256) == 0.0
-    assert time.monotonic() - started < 0.4 * len(tests) + 1
+    assert time.monotonic() - started < 0.4 * len(tests) + 5  # a machine may be busy; what sleeps would take minutes
 
 
 FOOL_A_JUDGE_IN_THE_SAME_PROCESS = [

@@ -65,7 +65,7 @@ class VllmServer:
         own = {"vocabulary": self._policy.vocabulary, "tokenizer": tokenizer_fingerprint(self._policy.tokenizer)}
         try:
             theirs = {"model's size": info["vocabulary"], **info["tokenizer"]}
-            if not all((info["dtype"], info["max_context_tokens"], info["weights_root"])):
+            if not all((info["dtype"], info["max_context_tokens"], info["weights_root"], "transfer_ranks" in info)):
                 raise KeyError
         except (KeyError, TypeError):
             raise EngineError(f"engine {self._connection.url} is no `podium serve`") from None
