@@ -1,9 +1,11 @@
-"""The arithmetic reward that holds one prompt back until a file is there, the first time that it sees it."""
+"""Stages that take their time: a reward that holds one prompt back until a file is there, an engine slower than all."""
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
+from podium.engine.inprocess import Inprocess
 from podium.records import Prompt, Rollout
 from podium.reward._contract import declare_range, runs_inline
 from podium.reward.arithmetic import arithmetic
@@ -16,3 +18,11 @@ async def dawdling(prompt: Prompt, rollout: Rollout) -> float:
         while not Path(os.environ["DAWDLE_UNTIL"]).exists():
             await asyncio.sleep(0.01)
     return arithmetic(prompt, rollout)
+
+
+class Unhurried(Inprocess):
+    """Writes so slowly that, on the busiest machine, training is done while something is being written."""
+
+    def _advance(self, slots, ids) -> None:
+        time.sleep(0.01)
+        super()._advance(slots, ids)
