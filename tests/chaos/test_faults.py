@@ -1,6 +1,7 @@
 """G6 and scenarios of section 2: a fault that can be survived is, one that cannot ends the run soon and by its name."""
 
 import json
+import os
 import resource
 import signal
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import ForkServer, all_that_counts, events, leftovers, tiny_tables, write_tables
+from tests.chaos.harness import ForkServer, all_that_counts, events, leftovers, tiny_tables, wait_until, write_tables
 
 MAX_S = 60.0
 """From the fault to the end of the process; the machine may be busy."""
@@ -126,6 +127,20 @@ def test_b5_a_prompt_that_an_engine_can_never_answer_is_left_out_and_counted(
     ]
     assert sorted({line["ordinal"] for line in rollouts}) == [0, 1, 2, 3, 4, *range(6, 16)]  # whole or not at all
     assert all(len([line for line in rollouts if line["ordinal"] == n]) == 4 for n in range(16) if n != 5)
+
+
+def test_d8_weights_that_a_killed_run_left_on_their_way_to_the_engine_are_gone_after_a_resume(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    changes = {"sync": {"name": "disk"}, "model": {"lora": False}, "trainer": {"lr": 1e-4}, "run": {"steps": 60}}
+    finish = server.start({"arguments": ["train", merged(tmp_path / "run", changes)]})
+    wait_until(lambda: len(events(tmp_path / "run", "pushed")) >= 3)
+    os.kill(server.pid, signal.SIGKILL)
+    assert finish() == -signal.SIGKILL, server.log
+    left = sorted(path.name for path in (tmp_path / "run" / "weights").iterdir())
+    assert left  # there was something to leave
+    assert server.run("resume", str(tmp_path / "run"), "--run.steps=8") == 0, server.log
+    assert list((tmp_path / "run").glob("weights/*")) == []
 
 
 def limit_files() -> None:

@@ -33,6 +33,7 @@ def pool_settings(folder: Path, **engine: Any) -> Settings:
         ({"replicas": [2, 2], "idle_s": 5}, r"engine\.idle_s has no effect"),
         ({"floor": 3}, r"engine\.floor = 3: the pool has at most 2 members"),
         ({"member": {"colour": 4}}, r"engine\.member\.colour is not an option.*concurrency"),
+        ({"of": "vllm_local", "member": {"sleep": True}}, r"engine\.member\.sleep has no effect"),
         ({"of": "pool"}, r"engine\.of"),
         ({"concurrency": "quick"}, r"engine\.concurrency"),
     ],
