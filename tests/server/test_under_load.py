@@ -13,10 +13,10 @@ from podium.sections import Model
 from tests.server.serving import Running
 from tests.server.test_weights import published
 
-CLIENTS, RELOADS = 200, 6
+CLIENTS, RELOADS = 1000, 6
 
 
-def test_200_clients_during_reloads_get_one_version_each(server: Running, tmp_path: Path) -> None:
+def test_1000_clients_during_reloads_get_one_version_each(server: Running, tmp_path: Path) -> None:
     policy = load_policy(Model.model_validate({"device": "cpu", "lora": {"r": 4}}), seed=0)
     first = 100
     folders = [published(server.root, policy, first + k, seed=k, scale=0.3) for k in range(RELOADS)]
