@@ -201,6 +201,17 @@ def test_a_member_that_fails_again_and_again_is_replaced() -> None:
     assert "3 requests in a row failed" in crew.of("worker_lost")[0]["reason"]
 
 
+def test_the_death_of_a_process_is_told_as_such_though_its_requests_broke_off_first() -> None:
+    async def scene(crew: Crew) -> None:
+        first = next(iter(crew.members))
+        first.accuse("3 requests in a row failed")
+        await asyncio.sleep(0.05)
+        crew.workers[0].die()
+        await crew.until(lambda: len(crew.of("worker_started")) == 3)
+
+    assert play(scene).of("worker_lost")[0]["reason"] == "its process was killed by SIGKILL"
+
+
 def test_a_frozen_member_is_noticed_and_ended() -> None:
     async def scene(crew: Crew) -> None:
         await asyncio.sleep(0.1)
