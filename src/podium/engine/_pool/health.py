@@ -43,7 +43,8 @@ async def lost(member: Member, pulse: Pulse) -> str:
         done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         if not ending.done():
             await asyncio.wait({ending}, timeout=DEATH_S)
-        return (ending if ending.done() else done.pop()).result()
+        sign = ending if ending.done() else done.pop()
+        return sign.result()
     finally:
         for watcher in watchers:
             watcher.cancel()
