@@ -21,7 +21,7 @@ MIN_CRASHES_PER_STEP = 0.01
 MAX_LAG = 2
 ROWS = 12
 STOP_EVERY = 8
-"""One in eight workers is frozen instead of killed."""
+"""One in eight workers, the third of an attempt first, is frozen instead of killed."""
 RESUMES = 5
 
 
@@ -71,7 +71,7 @@ class Assault:
     folder: Path
     rng: random.Random
     driver_kills: int
-    pause_s: float = 0.8
+    pause_s: float = 0.5
     """Between two strikes, on average."""
     crashes: dict[str, int] = field(default_factory=lambda: {"SIGKILL": 0, "SIGSTOP": 0, "driver": 0})
     """Those that the run's own log confirms."""
@@ -101,7 +101,7 @@ class Assault:
             fresh = {name: pid for name, pid in living(events(self.folder)[past:]).items() if name not in struck}
             if len(fresh) > 1:  # one is left to go on
                 name = self.rng.choice(sorted(fresh))
-                struck[name] = "SIGSTOP" if (len(struck) + 1) % STOP_EVERY == 0 else "SIGKILL"
+                struck[name] = "SIGSTOP" if len(struck) % STOP_EVERY == 2 else "SIGKILL"
                 with suppress(ProcessLookupError):  # the run ended just now
                     os.kill(fresh[name], signal.Signals[struck[name]])
         log = events(self.folder)[past:]

@@ -4,13 +4,24 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.chaos.harness import ForkServer, all_that_counts, events, leftovers, tiny_tables, wait_until, write_tables
+from tests.chaos.harness import (
+    ROOT,
+    ForkServer,
+    all_that_counts,
+    events,
+    leftovers,
+    tiny_tables,
+    wait_until,
+    write_tables,
+)
 
 MAX_S = 60.0
 """From the fault to the end of the process; the machine may be busy."""
@@ -168,11 +179,21 @@ def test_d1_a_disk_without_room_for_the_checkpoints_is_told_before_the_run(serve
 def test_d4_a_second_run_is_refused_while_the_first_lives_and_its_lock_is_stale_once_it_is_dead(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    settings = merged(tmp_path / "run", {})
-    assert server.run("train", settings, prepare=["tests.chaos.faults:kill_in_save"], environment=AIM) == -9
+    settings = merged(tmp_path / "run", {"run": {"steps": 1000}})
+    finish = server.start({"arguments": ["train", settings]})
+    wait_until(lambda: events(tmp_path / "run", "committed"))
+    for command in (["train", settings], ["resume", str(tmp_path / "run")]):
+        second = subprocess.run(
+            [sys.executable, "-m", "podium.cli", *command], capture_output=True, text=True, cwd=ROOT
+        )
+        assert second.returncode == 2
+        assert "is in use by" in second.stderr
+    os.kill(server.pid, signal.SIGKILL)
+    assert finish() == -signal.SIGKILL, server.log
     assert server.run("train", settings) == 2
     assert "holds a run that has begun" in server.log
-    assert server.run("resume", str(tmp_path / "run")) == 0, server.log
+    step = events(tmp_path / "run", "committed")[-1]["step"]
+    assert server.run("resume", str(tmp_path / "run"), f"--run.steps={step + 1}") == 0, server.log
     assert len(events(tmp_path / "run", "stale_lock")) == 1
 
 
