@@ -183,9 +183,8 @@ def test_d4_a_second_run_is_refused_while_the_first_lives_and_its_lock_is_stale_
     finish = server.start({"arguments": ["train", settings]})
     wait_until(lambda: events(tmp_path / "run", "committed"))
     for command in (["train", settings], ["resume", str(tmp_path / "run")]):
-        second = subprocess.run(
-            [sys.executable, "-m", "podium.cli", *command], capture_output=True, text=True, cwd=ROOT
-        )
+        given = [sys.executable, "-m", "podium.cli", *command]
+        second = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert second.returncode == 2
         assert "is in use by" in second.stderr
     os.kill(server.pid, signal.SIGKILL)
