@@ -14,6 +14,7 @@ BELOW_STAGES = {"errors", "records", "stages", "model"}
 ALLOWED = {
     "errors": set(),
     "plan": set(),
+    "temperature": set(),
     "records": {"plan"},
     "processes": set(),
     "stages": {"records"},
@@ -25,7 +26,7 @@ ALLOWED = {
     "evaluation": {"estimates", "records", "stages"},
     "scorecard": {"errors", "estimates", "evaluation", "report"},
     "lookup": {"errors"},
-    "sections": {"errors", "lookup", "loss"},
+    "sections": {"errors", "lookup", "loss", "temperature"},
     "settings": {"errors", "lookup", "records", "sections"},
     "run_folder": {"errors"},
     "trained": {"errors", "run_folder", "settings"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "ledger": {"errors", "run_folder"},
     "model": {"errors", "records"},
     "data": BELOW_STAGES,
-    "rollout": BELOW_STAGES,
+    "rollout": BELOW_STAGES | {"temperature"},
     "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
     "reward": BELOW_STAGES | {"lookup", "processes"},  # a worker process finds its rewards by their names
     "advantage": BELOW_STAGES,
@@ -43,7 +44,7 @@ ALLOWED = {
     "loss": BELOW_STAGES,
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES,  # it is handed an engine and never finds one
+    "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
     "checkpoint_files": {"errors"},
     "resume_rules": {"errors", "lookup", "sections", "settings"},

@@ -264,6 +264,8 @@ def test_a_key_that_nothing_reads_is_refused_with_the_valid_ones(tables: dict[st
         ({"filter": {"retire_pass_rate": 0}}, "filter.retire_pass_rate = 0: input should be greater than 0"),
         ({"filter": {"retire_pass_rate": 1.1}}, "filter.retire_pass_rate = 1.1: "),
         ({"eval": {"temperature": -1}}, "eval.temperature = -1: "),
+        ({"eval": {"temperature": 1e-4}}, "eval.temperature = 0.0001: give 0 for greedy answers, or at least 0.001"),
+        ({"rollout": {"temperature": 1e-4}}, "rollout.temperature = 0.0001: give 0 for greedy answers, or at least"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep = 0: "),
     ],
 )

@@ -26,7 +26,7 @@ ALLOWED = {
     "engine/_cuda/continuous.py: look.wait()": "for the device; the watchdog limits it",
     "engine/_pool/dispatch.py: arrived.get()": "the loop's own wait for groups, which the watchdog limits",
     "engine/_pool/thread.py: arrived.get()": "the same",
-    "engine/_pool/health.py: done.pop().result()": "the task is done",
+    "engine/_pool/health.py: sign.result()": "the task is done",
     "engine/_pool/members.py: place.result()": "the future is done",
     "engine/_pool/workers.py: ending.result()": "the task is done",
     "engine/_pool/workers.py: ended.wait()": "a task beside others, for the end of a process",

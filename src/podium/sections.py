@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from podium.errors import InputError
 from podium.lookup import find, option_fields, validate_options
 from podium.loss._traits import Traits, traits_of
+from podium.temperature import Temperature
 
 
 class Keys(BaseModel):
@@ -323,7 +324,7 @@ class Eval(Section):
     """Rollouts per held-out prompt."""
     pass_at: list[Annotated[int, Field(ge=1)]] | None = None
     """The k of pass@k, at most n each; by default n where that is above 1."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

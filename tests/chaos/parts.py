@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -97,6 +98,18 @@ class LyingEngine(Inprocess):
                 yield not_a_number(answer)
             else:
                 yield answer
+
+
+class TardyEngine(Inprocess):
+    """Its answers come one by one, in an order of their own and after waits of their own."""
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
+        answers = [answer async for answer in super().generate(requests, sampling)]
+        rng = random.Random(answers[0].key)
+        rng.shuffle(answers)
+        for answer in answers:
+            await asyncio.sleep(rng.uniform(0, 0.15))
+            yield answer
 
 
 class OftenFailingEngine(Inprocess):

@@ -1,11 +1,13 @@
 """`make soak`: half an hour of faults. Prints its seed and a line a round; ends with 1 if anything was wrong.
 
-python -m tests.chaos.soak [--minutes 30] [--kills 500] [--seeds 20] [--seed N]
+python -m tests.chaos.soak [--minutes 30] [--kills 500] [--seeds 20] [--async-steps 1000] [--seed N]
 
 1. G1: kills over many seeds, every run equal to the unbroken one, at least a tenth of the kills inside a save.
 2. G19: five runs that learn, broken by kills, signals and engine errors, reach what they reach without faults: exactly.
-3. G18: for the rest of the time one process trains on with an engine that fails now and then; its memory and its open
-   files must not grow.
+3. G3: 1,000 steps of the async loop whose workers and which itself are killed, once with weights that change in flight
+   and once without: every rollout is trained once.
+4. G18: for the rest of the time, and for --flat-steps at least, one process trains on with an engine that fails now and
+   then; its memory and its open files must not grow.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from tests.chaos.harness import ForkServer, events, fork_server, tiny_tables, wait_until, write_tables
+from tests.chaos.test_async import crash_and_account
 from tests.chaos.test_kills import SHARE_IN_SAVE, kill_again_and_again
 
 MAX_SLOPE_MB = 1.0
@@ -35,6 +38,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--learning-seeds", type=int, default=5)
+    parser.add_argument("--async-steps", type=int, default=1000)
+    parser.add_argument("--flat-steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     given = parser.parse_args()
     deadline = time.monotonic() + 60 * given.minutes
@@ -45,7 +50,11 @@ def main() -> int:
         is_good = count["in_save"] >= SHARE_IN_SAVE * count["kills"]
         for number in range(given.learning_seeds):
             is_good &= learns_alike(server, Path(scratch), number, random.Random(given.seed + number))
-        is_good &= stays_flat(server, Path(scratch), deadline)
+        for in_flight in (False, True):
+            folder = Path(scratch) / f"async-{in_flight}"
+            assault = crash_and_account(server, folder, given.async_steps, in_flight, given.seed, kills=4)
+            print(f"async, in flight {in_flight}: {assault.crashes}, {assault.redispatched} sent again", flush=True)
+        is_good &= stays_flat(server, Path(scratch), deadline, given.flat_steps)
     print("good" if is_good else "NOT GOOD", flush=True)
     return 0 if is_good else 1
 
@@ -84,7 +93,7 @@ def learning_tables(folder: Path, seed: int, engine: str | None) -> dict[str, An
     return tables | ({"engine": {"name": f"tests.chaos.parts:{engine}"}} if engine else {})
 
 
-def stays_flat(server: ForkServer, scratch: Path, deadline: float) -> bool:
+def stays_flat(server: ForkServer, scratch: Path, deadline: float, min_steps: int) -> bool:
     """Memory and open files of one process over many steps with faults."""
     tables = tiny_tables(scratch / "flat", steps=10**6, max_skipped_steps=10**6) | {
         "data": [{"name": "arithmetic", "max_rows": 2000}],
@@ -95,7 +104,7 @@ def stays_flat(server: ForkServer, scratch: Path, deadline: float) -> bool:
     finish = server.start({"arguments": ["train", write_tables(tables)]})
     wait_until(lambda: events(scratch / "flat", "started"))
     looks = []
-    while time.monotonic() < deadline or len(looks) < 20:
+    while time.monotonic() < deadline or len(looks) < 20 or looks[-1][0] < min_steps:
         time.sleep(0.5)
         status = json.loads((scratch / "flat" / "status.json").read_text())
         assert status["state"] == "running", server.log

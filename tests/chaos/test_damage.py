@@ -78,15 +78,13 @@ def test_d2_a_damaged_newest_one_is_told_and_the_one_before_taken(
     assert [event["checkpoint"] for event in events(run, "damaged_checkpoint")] == ["step-000002"]
 
 
-def test_d3_a_file_that_cannot_be_read_is_an_error_and_not_a_new_start(
-    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer.safetensors"])
+def test_d3_a_file_that_cannot_be_read_is_an_error_and_not_a_new_start(name: str, tmp_path: Path) -> None:
+    """A file at whose first byte the system itself says EIO."""
     make_run(str(tmp_path / "run"), 2)
-
-    def broken(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("podium.checkpoint_files.hashlib.file_digest", broken)
+    path = tmp_path / "run" / "checkpoints" / "step-000002" / name
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
         restored(tmp_path / "run")
 

@@ -1,15 +1,27 @@
 """G6 and scenarios of section 2: a fault that can be survived is, one that cannot ends the run soon and by its name."""
 
 import json
+import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.chaos.harness import ForkServer, all_that_counts, events, leftovers, tiny_tables, write_tables
+from tests.chaos.harness import (
+    ROOT,
+    ForkServer,
+    all_that_counts,
+    events,
+    leftovers,
+    tiny_tables,
+    wait_until,
+    write_tables,
+)
 
 MAX_S = 60.0
 """From the fault to the end of the process; the machine may be busy."""
@@ -128,6 +140,20 @@ def test_b5_a_prompt_that_an_engine_can_never_answer_is_left_out_and_counted(
     assert all(len([line for line in rollouts if line["ordinal"] == n]) == 4 for n in range(16) if n != 5)
 
 
+def test_d8_weights_that_a_killed_run_left_on_their_way_to_the_engine_are_gone_after_a_resume(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    changes = {"sync": {"name": "disk"}, "model": {"lora": False}, "trainer": {"lr": 1e-4}, "run": {"steps": 60}}
+    finish = server.start({"arguments": ["train", merged(tmp_path / "run", changes)]})
+    wait_until(lambda: len(events(tmp_path / "run", "pushed")) >= 3)
+    os.kill(server.pid, signal.SIGKILL)
+    assert finish() == -signal.SIGKILL, server.log
+    left = sorted(path.name for path in (tmp_path / "run" / "weights").iterdir())
+    assert left  # there was something to leave
+    assert server.run("resume", str(tmp_path / "run"), "--run.steps=8") == 0, server.log
+    assert list((tmp_path / "run").glob("weights/*")) == []
+
+
 def limit_files() -> None:
     """No file may grow beyond 64 kB: a checkpoint is larger, and the system says EFBIG."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -153,11 +179,20 @@ def test_d1_a_disk_without_room_for_the_checkpoints_is_told_before_the_run(serve
 def test_d4_a_second_run_is_refused_while_the_first_lives_and_its_lock_is_stale_once_it_is_dead(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    settings = merged(tmp_path / "run", {})
-    assert server.run("train", settings, prepare=["tests.chaos.faults:kill_in_save"], environment=AIM) == -9
+    settings = merged(tmp_path / "run", {"run": {"steps": 1000}})
+    finish = server.start({"arguments": ["train", settings]})
+    wait_until(lambda: events(tmp_path / "run", "committed"))
+    for command in (["train", settings], ["resume", str(tmp_path / "run")]):
+        given = [sys.executable, "-m", "podium.cli", *command]
+        second = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert second.returncode == 2
+        assert "is in use by" in second.stderr
+    os.kill(server.pid, signal.SIGKILL)
+    assert finish() == -signal.SIGKILL, server.log
     assert server.run("train", settings) == 2
     assert "holds a run that has begun" in server.log
-    assert server.run("resume", str(tmp_path / "run")) == 0, server.log
+    step = events(tmp_path / "run", "committed")[-1]["step"]
+    assert server.run("resume", str(tmp_path / "run"), f"--run.steps={step + 1}") == 0, server.log
     assert len(events(tmp_path / "run", "stale_lock")) == 1
 
 

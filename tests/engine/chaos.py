@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,26 @@ class Run:
         name = choice.choice(sorted(fresh))
         self.kill(name, fresh[name], number)
 
+    def num_outstanding(self) -> int:
+        """Prompts that are being written."""
+        sent = sum(len(event["ordinals"]) for event in self.events("sampling"))
+        return sent - len(self.events("group"))
+
+    def kill_in_mid_rollout(self, on_killed: Callable[[], None] = lambda: None, limit_s: float = 180) -> None:
+        """The pool's only worker while it writes, known by the requests that are sent again; then waits for another,
+        and for every process that the victim had started to be gone. A kill that came too late is made again."""
+        sent_again = len(self.events("redispatched"))
+        while len(self.events("redispatched")) == sent_again:
+            lost, groups = len(self.events("worker_lost")), len(self.events("group"))
+            self.until(lambda: self.living() and self.num_outstanding() > 0, limit_s)
+            [(name, pid)] = self.living().items()
+            self.kill(name, pid, signal.SIGKILL)
+            on_killed()
+            self.until(lambda lost=lost: len(self.events("worker_lost")) > lost, 10)
+            self.until(lambda pid=pid: not _session(pid), 10)
+            self.until(lambda: len(self.living()) == 1, limit_s)
+            self.until(lambda groups=groups: len(self.events("group")) > groups, limit_s)  # and it answers
+
     def stop(self, limit_s: float = 60) -> int:
         """At the next safe point."""
         self.process.send_signal(signal.SIGTERM)
@@ -139,6 +159,17 @@ def a_run(folder: Path, *flags: str) -> Iterator[Run]:
             for pid in run.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def _session(leader: int) -> list[int]:
+    """Living processes of a worker's own session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, session = path.read_text().rpartition(") ")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def _parent(pid: int) -> int:

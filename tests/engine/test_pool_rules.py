@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -201,6 +201,17 @@ def test_a_member_that_fails_again_and_again_is_replaced() -> None:
     assert "3 requests in a row failed" in crew.of("worker_lost")[0]["reason"]
 
 
+def test_the_death_of_a_process_is_told_as_such_though_its_requests_broke_off_first() -> None:
+    async def scene(crew: Crew) -> None:
+        first = next(iter(crew.members))
+        first.accuse("3 requests in a row failed")
+        await asyncio.sleep(0.05)
+        crew.workers[0].die()
+        await crew.until(lambda: len(crew.of("worker_started")) == 3)
+
+    assert play(scene).of("worker_lost")[0]["reason"] == "its process was killed by SIGKILL"
+
+
 def test_a_frozen_member_is_noticed_and_ended() -> None:
     async def scene(crew: Crew) -> None:
         await asyncio.sleep(0.1)
@@ -323,6 +334,25 @@ def test_a_replacement_whose_logprobs_differ_does_not_serve_and_is_named() -> No
     crew = play(scene, prepare)
     assert [event["worker"] for event in crew.of("worker_started")][-1] == "worker-1.3"
     assert "worker-1.2 says that it holds version 0, but its logprobs differ" in crew.of("start_failed")[0]["reason"]
+
+
+def test_a_member_that_joins_during_a_probe_is_asked_too() -> None:
+    async def scene(crew: Crew) -> None:
+        asked: list[str] = []
+
+        async def slow(token_ids: Sequence[int]) -> list[float]:
+            """The second member is lost, and its place filled, while the first is still at it."""
+            asked.append("worker-1.1")
+            crew.workers[1].die()
+            await crew.until(lambda: len(crew.of("worker_started")) == 3)
+            return [-1.0] * (len(token_ids) - 1)
+
+        crew.workers[0].score = slow
+        scores = await crew.supervisor.score_each([1, 2, 3])
+        assert asked == ["worker-1.1"]  # once
+        assert "worker-2.2" in scores
+
+    play(scene)
 
 
 # Coming and going

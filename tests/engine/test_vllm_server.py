@@ -245,6 +245,17 @@ def test_a_server_that_does_not_say_what_it_is_is_none_of_ours(untold: str, poli
         VllmServer(policy, url=url)
 
 
+def test_a_score_by_other_weights_than_those_it_confirmed_is_the_engines_failure(policy: Policy) -> None:
+    scores = {"logprobs": [-0.5] * 3, "policy_version": 4, "run": None}
+    with lying(policy, [scores]) as url:
+        engine = VllmServer(policy, url=url)
+        engine.policy_version = 4
+        assert asyncio.run(engine.score(IDS)) == [-0.5] * 3
+        engine.policy_version = 5
+        with pytest.raises(EngineError, match="scored by version 4, it had confirmed 5"):
+            asyncio.run(engine.score(IDS))
+
+
 def test_nobody_there_is_told_at_once(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="cannot be reached"):
         VllmServer(policy, url=f"unix:{tmp_path / 'nothing'}")

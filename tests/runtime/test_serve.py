@@ -102,6 +102,7 @@ def test_a_routable_bind_without_a_token_does_not_start() -> None:
         (["--uds", "{tmp}/s", "--engine", "nothing"], "is not known"),
         (["--uds", "{tmp}/s", "--tp", "2"], "tensor_parallel"),
         (["--uds", "{tmp}/s", "--engine", "vllm_server"], "is a client of a server"),
+        (["--uds", "{tmp}/s", "--engine", "vllm_local", "--engine.sleep=true"], "--engine.sleep has no effect"),
         (["--uds", "{tmp}/s", "--token-file", "{tmp}/good", "--host", "no such host"], "have no effect"),
     ],
 )

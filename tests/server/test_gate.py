@@ -65,6 +65,23 @@ def test_one_too_many_is_turned_away_and_one_that_leaves_makes_room() -> None:
     asyncio.run(run())
 
 
+def test_a_load_that_takes_too_long_is_not_taken_for_answers_that_do_not_end() -> None:
+    async def run() -> None:
+        gate = Gate(drain_s=0.05)
+
+        async def swap() -> None:
+            async with gate.swapping():
+                await asyncio.sleep(0.1)  # longer than answers may take to end
+                raise TimeoutError("the load")
+
+        with pytest.raises(TimeoutError, match="the load"):
+            await swap()
+        async with gate.answering():  # the gate is open again
+            assert gate.running == 1
+
+    asyncio.run(run())
+
+
 def test_a_swap_gives_up_when_answers_do_not_end() -> None:
     async def run() -> None:
         gate, end = Gate(drain_s=0.05), asyncio.Event()

@@ -6,6 +6,8 @@ The group is a stand-in that notes what is broadcast: NCCL itself needs two GPUs
 import asyncio
 import importlib.util
 import inspect
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,31 @@ def test_an_engine_that_never_receives_is_an_error_with_its_name(channel) -> Non
     engine.answers = False
     with pytest.raises(EngineError, match=r"Far and the trainer did not finish a transfer within sync.timeout_s = 0.5"):
         asyncio.run(sender.push(0))
+
+
+@pytest.mark.parametrize("step", ["open_group", "broadcast"])
+def test_a_call_of_nccl_that_never_returns_is_an_error_in_time_and_keeps_nothing_waiting(
+    step: str, channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver answers, and this side is stuck in a call that nothing can end: whoever ran it on a thread of the
+    event loop's own would wait for it at the end."""
+    sender, *_ = channel
+    release, has_begun = threading.Event(), threading.Event()
+
+    def stuck(*_: Any) -> None:
+        has_begun.set()
+        release.wait(30)
+
+    monkeypatch.setattr(nccl, step, stuck)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="Far and the trainer did not finish a transfer"):
+        asyncio.run(sender.push(0))
+    assert has_begun.is_set()
+    assert time.monotonic() - began < 10
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "nccl"]
+    assert thread.daemon, "or the process would wait for it"
+    release.set()
+    thread.join(10)
 
 
 def test_what_nccl_cannot_carry_is_refused() -> None:

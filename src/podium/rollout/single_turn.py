@@ -14,6 +14,7 @@ from pydantic import Field
 from podium.errors import EngineError, InputError
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.stages import Engine
+from podium.temperature import Temperature
 
 
 class SingleTurn:
@@ -30,7 +31,7 @@ class SingleTurn:
         seed: int,
         purpose: str = "train",
         *,
-        temperature: Annotated[float, Field(ge=0, description="of the sampled distribution")] = 1.0,
+        temperature: Annotated[Temperature, Field(description="of the sampled distribution")] = 1.0,
         max_new_tokens: Annotated[int, Field(ge=1, description="longest answer, the stop token included")] = 256,
         top_k: Annotated[int, Field(ge=1)] | None = None,
         top_p: Annotated[float, Field(gt=0, le=1)] | None = None,

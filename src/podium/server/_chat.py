@@ -8,13 +8,14 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.refusal import Refusal
-from podium.server.wire import Text, explained, sane_temperature
+from podium.server.wire import Text, explained
+from podium.temperature import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Labels of a request; no answer depends on them."""
@@ -56,7 +57,7 @@ class Chat(BaseModel):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(sane_temperature)] | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None

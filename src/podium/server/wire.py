@@ -10,6 +10,7 @@ from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.refusal import Refusal
+from podium.temperature import Temperature
 
 MAX_ROLLOUTS = 16_384
 """In one call."""
@@ -30,16 +31,7 @@ def _is_text(text: str) -> str:
     return text
 
 
-def sane_temperature(temperature: float) -> float:
-    """Logits over less would be infinite."""
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ValueError(f"give 0 for greedy answers, or at least {MIN_TEMPERATURE:g}")
-    return temperature
-
-
-MIN_TEMPERATURE = 1e-3
 Text = Annotated[str, AfterValidator(_is_text)]
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(sane_temperature)]
 
 
 class Message(Body):
@@ -65,7 +57,7 @@ class Generate(Body):
     seeds: Seeds | None = None
     """One a rollout; by default random ones."""
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
-    temperature: Temperature = 1.0
+    temperature: Annotated[Temperature, Field(le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stop_token_ids: list[Id] | None = None

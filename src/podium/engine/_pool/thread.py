@@ -28,6 +28,7 @@ class PoolThread:
     def loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._loop.set_exception_handler(_without_late_answers)
             self._thread = threading.Thread(target=self._loop.run_forever, name="pool", daemon=True)
             self._thread.start()
         return self._loop
@@ -76,6 +77,13 @@ class PoolThread:
             if not self._thread.is_alive():
                 self._loop.close()
             self._loop = self._thread = None
+
+
+def _without_late_answers(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A unix socket may become readable in the turn in which whoever reads it is cancelled; anyio then tells a future
+    that is over, which harms nothing."""
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
 
 
 async def _cancel_others() -> None:
