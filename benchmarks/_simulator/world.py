@@ -1,0 +1,115 @@
+"""One simulation: the resources, the stages around them, and what is counted."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from _simulator.clock import Interpreter, Shared, play
+from _simulator.scenario import Outcome, Scenario
+from _simulator.stages import Checkpoint, Data, Evaluation, Pool, Report, Reward, Sync, Trainer
+from _simulator.workers import CoreWorker, DeviceWorker
+from podium import loop, loop_async
+from podium.stages import Stages
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    return play(_simulate(scenario))
+
+
+async def _simulate(scenario: Scenario) -> Outcome:
+    world = World(scenario)
+    train = loop_async.train if scenario.plan.max_lag else loop.train
+    await train(world.stages(), scenario.plan)
+    return world.outcome()
+
+
+@dataclass
+class Tally:
+    """What a simulation counts on the way; read at the end of every step."""
+
+    tokens: int = 0
+    rollouts: int = 0
+    stale: int = 0
+    train_s: float = 0.0
+    sync_s: float = 0.0
+    bytes: float = 0.0
+    lags: list[int] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+
+class World:
+    """All that the stages share."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.costs, self.plan = scenario, scenario.costs, scenario.plan
+        self.tally = Tally()
+        cores = scenario.cores
+        self.cores = None if cores is None else Shared(lambda users: min(1.0, cores / users))
+        self.driver = Interpreter(self.cores)
+        self.link = Shared(lambda users: self.costs.driver_bytes_per_s / users)
+        self.workers = [self._worker() for _ in range(scenario.workers)]
+        self.pool = Pool(self)
+        self.version = 0
+
+    def _worker(self) -> DeviceWorker | CoreWorker:
+        return DeviceWorker(self.costs) if self.cores is None else CoreWorker(self.costs, self.cores)
+
+    def stages(self) -> Stages:
+        return Stages(
+            data=Data(),
+            rollout=self.pool,
+            reward=Reward(self),
+            assign_advantages=list,
+            filter=list,
+            pack=list,  # type: ignore[arg-type]
+            trainer=Trainer(self),  # type: ignore[arg-type]
+            sync=Sync(self),
+            checkpoint=Checkpoint(),  # type: ignore[arg-type]
+            report=Report(self),
+            evaluation=Evaluation(),
+            stop_requested=lambda: False,
+            event=self._note,
+        )
+
+    def _note(self, kind: str, **details: Any) -> None:
+        self.tally.stale += kind == "stale"
+
+    def outcome(self) -> Outcome:
+        first, last = self.tally.steps[self.scenario.warm_up - 1], self.tally.steps[-1]
+        steps = len(self.tally.steps) - self.scenario.warm_up
+        over = {name: last[name] - first[name] for name in last}
+        seconds = over["now"]
+        lags = self.tally.lags[int(first["trained"]) :]
+        return Outcome(
+            steps=steps,
+            step_s=seconds / steps,
+            rollouts_per_s=over["rollouts"] / seconds,
+            tokens_per_s=over["tokens"] / seconds,
+            worker_busy=over["busy"] / seconds / len(self.workers),
+            slots_busy=over["slots"] / seconds / len(self.workers) / self.scenario.concurrency,
+            trainer_busy=over["train"] / seconds,
+            driver_busy=over["driver"] / seconds,
+            sync_share=over["sync"] / seconds,
+            lag_mean=sum(lags) / len(lags),
+            lag_max=max(lags),
+            stale=int(over["stale"]),
+            driver_mb_per_s=over["bytes"] / seconds / 1e6,
+        )
+
+    def end_step(self) -> None:
+        tally = self.tally
+        tally.steps.append(
+            {
+                "now": asyncio.get_running_loop().time(),
+                "rollouts": tally.rollouts,
+                "tokens": tally.tokens,
+                "trained": len(tally.lags),
+                "stale": tally.stale,
+                "train": tally.train_s,
+                "sync": tally.sync_s,
+                "bytes": tally.bytes,
+                "driver": self.driver.busy_s,
+                "busy": sum(worker.busy_s for worker in self.workers),
+                "slots": sum(worker.slot_s for worker in self.workers),
+            }
+        )
