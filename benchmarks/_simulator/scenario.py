@@ -39,6 +39,8 @@ class Costs:
     """Of the driver: weights into a folder, and the trainer's probe."""
     push_worker_s: float = 0.0
     """Of the driver, for each worker that is told and probed."""
+    sync_wait_s: float = 0.0
+    """Of a push, in which no core works: files that are flushed, questions that are asked again after a pause."""
     load_s: float = 0.0
     """Of each worker: reading and checking weights, and the probe."""
     token_bytes: float = 0.0
@@ -67,6 +69,8 @@ class Scenario:
     prompt_tokens: int = 0
     cores: float | None = None
     """That driver and workers share, one each at most; None: every worker has a device and the driver a core."""
+    others: float = 0.0
+    """Processes of others that want these cores all the time."""
     fan_out: Literal["folder", "tree"] = "folder"
     """New weights: every worker reads them from storage, or each hands them on to two others."""
     warm_up: int = 2

@@ -169,6 +169,7 @@ class Sync:
         world, costs = self._world, self._world.costs
         began = asyncio.get_running_loop().time()
         await world.driver.use(costs.publish_s)
+        await asyncio.sleep(costs.sync_wait_s)
         storage = Shared(lambda users: costs.storage_bytes_per_s / users)
         if world.scenario.fan_out == "tree":
             rounds = len(world.workers).bit_length()

@@ -43,8 +43,8 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.costs, self.plan = scenario, scenario.costs, scenario.plan
         self.tally = Tally()
-        cores = scenario.cores
-        self.cores = None if cores is None else Shared(lambda users: min(1.0, cores / users))
+        cores, others = scenario.cores, scenario.others
+        self.cores = None if cores is None else Shared(lambda users: min(1.0, cores / (users + others)))
         self.driver = Interpreter(self.cores)
         self.link = Shared(lambda users: self.costs.driver_bytes_per_s / users)
         self.workers = [self._worker() for _ in range(scenario.workers)]
