@@ -6,6 +6,8 @@ from typing import Literal
 from _simulator.lengths import Lengths
 from podium.records import Plan
 
+TREE_WIDTH = 16
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -72,14 +74,15 @@ class Scenario:
     others: float = 0.0
     """Processes of others that want these cores all the time."""
     fan_out: Literal["folder", "tree"] = "folder"
-    """New weights: every worker reads them from storage, or each hands them on to two others."""
+    """New weights: every worker reads them from storage and is told by the driver, or each hands them on to
+    `TREE_WIDTH` others."""
     warm_up: int = 2
     """Steps that are not counted."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Over the steps after the warm-up."""
+    """Over the steps after the warm-up, those at the end aside for which nothing is sent ahead any more."""
 
     steps: int
     step_s: float

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from _simulator.clock import Shared
+from _simulator.scenario import TREE_WIDTH
 from podium.records import Group, Prompt, Rollout, RunState, StepGroups, UpdateResult
 
 if TYPE_CHECKING:
@@ -170,20 +171,30 @@ class Sync:
         began = asyncio.get_running_loop().time()
         await world.driver.use(costs.publish_s)
         await asyncio.sleep(costs.sync_wait_s)
-        storage = Shared(lambda users: costs.storage_bytes_per_s / users)
         if world.scenario.fan_out == "tree":
-            rounds = len(world.workers).bit_length()
-            await asyncio.sleep(rounds * costs.weight_bytes / costs.link_bytes_per_s)
-        await asyncio.gather(*(self._load(worker, storage) for worker in world.workers))
+            await self._hand_on()
+        else:
+            storage = Shared(lambda users: costs.storage_bytes_per_s / users)
+            await asyncio.gather(*(self._read(worker, storage) for worker in world.workers))
         self._held = world.version = version
         world.tally.sync_s += asyncio.get_running_loop().time() - began
 
-    async def _load(self, worker: Any, storage: Shared) -> None:
+    async def _read(self, worker: Any, storage: Shared) -> None:
         world, costs = self._world, self._world.costs
         await world.driver.use(costs.push_worker_s)
-        if world.scenario.fan_out == "folder" and costs.weight_bytes:
+        if costs.weight_bytes:
             await storage.use(costs.weight_bytes)
         await worker.work(costs.load_s)
+
+    async def _hand_on(self) -> None:
+        """Level by level; the first is the driver's, and all workers of a level work at the same time."""
+        world, costs = self._world, self._world.costs
+        level, reached = min(TREE_WIDTH, len(world.workers)), 0
+        while reached < len(world.workers):
+            told = costs.push_worker_s * min(TREE_WIDTH, level)
+            await (asyncio.sleep(told) if reached else world.driver.use(told))
+            await asyncio.sleep(costs.weight_bytes / costs.link_bytes_per_s + costs.load_s)
+            reached, level = reached + level, level * TREE_WIDTH
 
     def close(self) -> None: ...
 

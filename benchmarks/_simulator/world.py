@@ -75,11 +75,11 @@ class World:
         self.tally.stale += kind == "stale"
 
     def outcome(self) -> Outcome:
-        first, last = self.tally.steps[self.scenario.warm_up - 1], self.tally.steps[-1]
-        steps = len(self.tally.steps) - self.scenario.warm_up
+        counted = self.tally.steps[self.scenario.warm_up - 1 : len(self.tally.steps) - self.plan.max_lag]
+        first, last, steps = counted[0], counted[-1], len(counted) - 1  # the last ones have nothing ahead any more
         over = {name: last[name] - first[name] for name in last}
         seconds = over["now"]
-        lags = self.tally.lags[int(first["trained"]) :]
+        lags = self.tally.lags[int(first["trained"]) : int(last["trained"])]
         return Outcome(
             steps=steps,
             step_s=seconds / steps,
