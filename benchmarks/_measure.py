@@ -88,9 +88,9 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
             time.sleep(LOOK_EVERY_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    seconds = [sum(line[f"time/{name}_s"] for name in STAGES) for line in lines]
-    steps_seen = [step for step in range(WARM_UP, len(lines)) if others[step]]
+    lines = dict(enumerate(map(json.loads, metrics.read_text().splitlines())))
+    steps_seen = [step for step in lines if step >= WARM_UP and others[step]]
+    seconds = {step: sum(lines[step][f"time/{name}_s"] for name in STAGES) for step in steps_seen}
     quiet = sorted(steps_seen, key=lambda step: fmean(others[step]))[: len(steps_seen) // 2]
     step_s, wanted = fmean(seconds[step] for step in quiet), fmean(fmean(others[step]) for step in quiet)
     return Run(prompts, workers, max_lag, step_s, wanted), lengths_of_run(folder)
