@@ -1,7 +1,7 @@
 """What things cost on this machine: the parts of a run of the embedded model, and whole runs to compare with.
 
 Parts are taken one by one with one worker, in seconds of CPU, so that what else the machine does counts little. Whole
-runs are wall time; how many processes of others wanted a core meanwhile is counted beside them.
+runs are wall time; how many sessions of others wanted a core meanwhile is counted beside them.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ WARM_UP = 5
 """Steps of a run that are not measured: the first flight, first calls."""
 PROMPTS_PER_REQUEST = 4
 """The pool's, for in-process members."""
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.3
 QUESTIONS = 10
 PUSH = ("worker_s", "driver_s", "ask_s")
 
@@ -68,7 +68,7 @@ class Run:
     step_s: float
     """Mean of the quieter half: of the steps in which others wanted the machine least."""
     others: float
-    """Processes of others that ran or wanted to in those steps, on average."""
+    """Sessions of others that wanted a core in those steps, on average."""
 
 
 def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: int) -> tuple[Run, Observed]:
@@ -84,7 +84,7 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             if metrics.exists():
-                others[metrics.read_bytes().count(b"\n")].append(runnable_of_others(process.pid))
+                others[metrics.read_bytes().count(b"\n")].append(sessions_of_others(process.pid))
             time.sleep(LOOK_EVERY_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
@@ -96,28 +96,36 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
     return Run(prompts, workers, max_lag, step_s, wanted), lengths_of_run(folder)
 
 
-def runnable_of_others(pid: int) -> float:
-    """Threads that run or wait for a core, those of the process and its descendants, and this one, aside."""
-    stat = Path("/proc/stat").read_text()
-    running = int(next(line for line in stat.splitlines() if line.startswith("procs_running")).split()[1])
-    return max(0, running - 1 - sum(map(_runnable, _family(pid))))
+def sessions_of_others(pid: int) -> int:
+    """Sessions in which a thread runs or waits for a core, but this one, in which the run's driver is, and those of its
+    pool: Linux deals cores out to sessions (sched_autogroup)."""
+    own = {os.getsid(0), *_sessions_below(pid)}
+    wanting = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) not in own | wanting and _wants_a_core(path, fields):
+                wanting.add(int(fields[3]))
+    return len(wanting)
 
 
-def _family(pid: int) -> list[int]:
-    """The process and its descendants; one that ends meanwhile is left out."""
-    family = [pid]
+def _wants_a_core(process: Path, fields: Sequence[str]) -> bool:
+    """`fields` are those of its stat after the name: state, parent, group, session, …, number of threads."""
+    if fields[0] == "R" or int(fields[17]) == 1:
+        return fields[0] == "R"
+    stats = (path.read_text() for path in process.glob("task/*/stat"))
+    return any(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
+
+
+def _sessions_below(pid: int) -> set[int]:
+    """Of a process's descendants; one that ends meanwhile is left out."""
+    family, sessions = [pid], set()
     for each in family:
         with suppress(OSError):
-            children = (path.read_text().split() for path in Path(f"/proc/{each}/task").glob("*/children"))
-            family += [int(child) for listed in children for child in listed]
-    return family
-
-
-def _runnable(pid: int) -> int:
-    with suppress(OSError):
-        stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-        return sum(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
-    return 0
+            sessions.add(os.getsid(each))
+            listed = (path.read_text().split() for path in Path(f"/proc/{each}/task").glob("*/children"))
+            family += [int(child) for children in listed for child in children]
+    return sessions
 
 
 def _cpu_s(pid: int) -> float:

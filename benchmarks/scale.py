@@ -29,10 +29,9 @@ from podium.records import Plan
 RESULTS = Path(__file__).parent / "results"
 CHECKS = {
     "1 worker, strict": (16, 1, 0),
-    "1 worker, strict, 12 prompts": (12, 1, 0),
     "1 worker, max_lag 1": (16, 1, 1),
     "2 workers, strict": (16, 2, 0),
-    "2 workers, strict, 32 prompts": (32, 2, 0),
+    "2 workers, strict, 24 prompts": (24, 2, 0),
     "2 workers, max_lag 1": (16, 2, 1),
 }
 """Prompts a step, workers and lag of the runs that are predicted and measured."""

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import scale
-from _simulator.clock import Interpreter, Shared, StuckError, play
+from _simulator.clock import Cores, Interpreter, Shared, StuckError, play
 from _simulator.lengths import Constant, LogNormal, Observed
 from _simulator.scenario import Costs, Scenario
 from _simulator.workers import seconds_by_group
@@ -134,8 +134,10 @@ def test_two_processes_on_one_core_take_twice_as_long_and_on_two_as_long_as_one(
     given = {"workers": 2, "prompts_per_request": 2, "in_order": True, "concurrency": 4, "costs": costs}
     assert simulate(scenario(**given, cores=2)).step_s == pytest.approx(1 + 2 + 0.5)
     assert simulate(scenario(**given, cores=1)).step_s == pytest.approx(2 + 2 + 1)
-    # with another process on two cores each of three gets two thirds of one, and one alone a whole core
+    # another session that wants a core leaves two thirds of one to each worker, and a whole one to the driver alone
     assert simulate(scenario(**given, cores=2, others=1)).step_s == pytest.approx(1.5 + 2 + 0.75)
+    # three leave two fifths to each worker, and half a core to the driver
+    assert simulate(scenario(**given, cores=2, others=3)).step_s == pytest.approx(2.5 + 4 + 1.25)
 
 
 def test_a_parcels_batch_shrinks_when_a_quarter_of_it_is_done() -> None:
@@ -160,6 +162,21 @@ def test_users_of_a_shared_resource_advance_together() -> None:
         return found
 
     assert play(times()) == pytest.approx([2.0, 4.0])
+
+
+def test_cores_are_dealt_out_to_sessions_and_in_them_to_processes() -> None:
+    # a has two processes, b one: of 2 cores b gets one and a's processes half of one each; b's 1 s is over at 1, then
+    # a's have a core each: 0.5 s done, 1.5 s more
+    async def times() -> list[float]:
+        cores = Cores(2.0)
+
+        async def use(session: str, work: float) -> float:
+            await cores.use(session, work)
+            return asyncio.get_running_loop().time()
+
+        return await asyncio.gather(use("a", 2.0), use("a", 2.0), use("b", 1.0))
+
+    assert play(times()) == pytest.approx([2.5, 2.5, 1.0])
 
 
 def test_an_interpreter_gives_each_thread_its_slice() -> None:

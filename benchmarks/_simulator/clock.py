@@ -8,6 +8,7 @@ of one simulation are equal.
 import asyncio
 import heapq
 import selectors
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +18,9 @@ T = TypeVar("T")
 
 SLICE_S = 0.005
 """Longest time for which an interpreter stays with one thing while others wait; CPython's switch interval."""
+
+
+ROUNDING_S = 1e-12
 
 
 class StuckError(RuntimeError):
@@ -125,12 +129,70 @@ class Shared:
         self._set_timer()
 
 
+@dataclass(eq=False)
+class _User:
+    session: str
+    work: float
+    """Seconds of a core that are left."""
+    done: asyncio.Future[None]
+    rate: float = 0.0
+
+
+class Cores:
+    """Cores as Linux deals them out: equally to the sessions that want them, and in a session equally to its processes,
+    of which each has use for one core. `others` sessions want as much as they can get, all the time."""
+
+    def __init__(self, cores: float, others: float = 0.0) -> None:
+        self._cores, self._others, self._loop = cores, others, asyncio.get_running_loop()
+        self._users: list[_User] = []
+        self._looked = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def use(self, session: str, seconds: float) -> None:
+        self._look()
+        user = _User(session, seconds, self._loop.create_future())
+        self._users.append(user)
+        self._deal()
+        await user.done
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        for user in self._users:
+            user.work -= (now - self._looked) * user.rate
+        self._looked = now
+
+    def _deal(self) -> None:
+        """Sessions with the fewest processes first: what they have no use for is left to the others."""
+        sizes = Counter(user.session for user in self._users)
+        left, sessions, shares = self._cores, len(sizes) + self._others, {}
+        for session, processes in sorted(sizes.items(), key=lambda item: item[1]):
+            shares[session] = min(float(processes), left / sessions)
+            left, sessions = left - shares[session], sessions - 1
+        for user in self._users:
+            user.rate = shares[user.session] / sizes[user.session]
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._users:
+            first = min(max(0.0, user.work) / user.rate for user in self._users)
+            self._timer = self._loop.call_later(first, self._end)
+
+    def _end(self) -> None:
+        self._look()
+        least = max(0.0, min(user.work for user in self._users)) + ROUNDING_S
+        for user in [user for user in self._users if user.work <= least]:
+            self._users.remove(user)
+            if not user.done.done():
+                user.done.set_result(None)
+        self._deal()
+
+
 class Interpreter:
     """A process whose threads take turns, as Python's do: one core at most, a slice each, first come, first served."""
 
-    def __init__(self, cores: Shared | None = None, slice_s: float = SLICE_S) -> None:
+    def __init__(self, cores: Cores | None = None, session: str = "", slice_s: float = SLICE_S) -> None:
         """Without `cores` it has one to itself."""
-        self._cores, self._slice_s = cores, slice_s
+        self._cores, self._session, self._slice_s = cores, session, slice_s
         self._turn = asyncio.Lock()
         self.busy_s = 0.0
 
@@ -139,6 +201,6 @@ class Interpreter:
         while seconds > 0:
             async with self._turn:
                 part = min(seconds, self._slice_s)
-                await (asyncio.sleep(part) if self._cores is None else self._cores.use(part))
+                await (asyncio.sleep(part) if self._cores is None else self._cores.use(self._session, part))
             self.busy_s += part
             seconds -= part

@@ -70,9 +70,9 @@ class Scenario:
     in_order: bool = False
     prompt_tokens: int = 0
     cores: float | None = None
-    """That driver and workers share, one each at most; None: every worker has a device and the driver a core."""
+    """That driver and workers share; None: every worker has a device and the driver a core."""
     others: float = 0.0
-    """Processes of others that want these cores all the time."""
+    """Sessions of others that want these cores all the time."""
     fan_out: Literal["folder", "tree"] = "folder"
     """New weights: every worker reads them from storage and is told by the driver, or each hands them on to
     `TREE_WIDTH` others."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from _simulator.clock import Interpreter, Shared
+from _simulator.clock import Cores, Interpreter, Shared
 from _simulator.scenario import Costs
 
 LEAVE_SHARE = 0.25
@@ -43,8 +43,8 @@ class DeviceWorker:
 class CoreWorker:
     """A process on the shared cores: a parcel's groups in their order, parcels taking turns from answer to answer."""
 
-    def __init__(self, costs: Costs, cores: Shared) -> None:
-        self._costs, self._interpreter = costs, Interpreter(cores)
+    def __init__(self, costs: Costs, cores: Cores, session: str) -> None:
+        self._costs, self._interpreter = costs, Interpreter(cores, session)
         self._thread = asyncio.Lock()
         self.slot_s = 0.0
 

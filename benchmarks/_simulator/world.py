@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from _simulator.clock import Interpreter, Shared, play
+from _simulator.clock import Cores, Interpreter, Shared, play
 from _simulator.scenario import Outcome, Scenario
 from _simulator.stages import Checkpoint, Data, Evaluation, Pool, Report, Reward, Sync, Trainer
 from _simulator.workers import CoreWorker, DeviceWorker
@@ -43,16 +43,17 @@ class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.costs, self.plan = scenario, scenario.costs, scenario.plan
         self.tally = Tally()
-        cores, others = scenario.cores, scenario.others
-        self.cores = None if cores is None else Shared(lambda users: min(1.0, cores / (users + others)))
-        self.driver = Interpreter(self.cores)
+        self.cores = None if scenario.cores is None else Cores(scenario.cores, scenario.others)
+        self.driver = Interpreter(self.cores, "driver")
         self.link = Shared(lambda users: self.costs.driver_bytes_per_s / users)
-        self.workers = [self._worker() for _ in range(scenario.workers)]
+        self.workers = [self._worker(number) for number in range(scenario.workers)]
         self.pool = Pool(self)
         self.version = 0
 
-    def _worker(self) -> DeviceWorker | CoreWorker:
-        return DeviceWorker(self.costs) if self.cores is None else CoreWorker(self.costs, self.cores)
+    def _worker(self, number: int) -> DeviceWorker | CoreWorker:
+        return (
+            DeviceWorker(self.costs) if self.cores is None else CoreWorker(self.costs, self.cores, f"worker {number}")
+        )
 
     def stages(self) -> Stages:
         return Stages(
