@@ -1,7 +1,7 @@
 """What things cost on this machine: the parts of a run of the embedded model, and whole runs to compare with.
 
 Parts are taken one by one with one worker, in seconds of CPU, so that what else the machine does counts little. Whole
-runs are wall time; how many sessions of others wanted a core meanwhile is counted beside them.
+runs are wall time; a canary beside them measures how much of a core a process gets meanwhile.
 """
 
 import asyncio
@@ -10,9 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 from _simulator.lengths import Observed, lengths_of_run
-from _simulator.scenario import Costs
+from _simulator.scenario import CANARY_EVERY_S, CANARY_S, Costs
 from _simulator.workers import seconds_by_group
 
 ROLLOUTS_PER_PROMPT = 8
@@ -33,7 +31,6 @@ WARM_UP = 5
 """Steps of a run that are not measured: the first flight, first calls."""
 PROMPTS_PER_REQUEST = 4
 """The pool's, for in-process members."""
-LOOK_EVERY_S = 0.3
 QUESTIONS = 10
 PUSH = ("worker_s", "driver_s", "ask_s")
 
@@ -66,9 +63,9 @@ class Run:
     workers: int
     max_lag: int
     step_s: float
-    """Mean of the quieter half: of the steps in which others wanted the machine least."""
-    others: float
-    """Sessions of others that wanted a core in those steps, on average."""
+    """The mean."""
+    stretch: float
+    """Seconds that a second of CPU took a process beside the run, on average; 1 where there are cores to spare."""
 
 
 def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: int) -> tuple[Run, Observed]:
@@ -78,54 +75,27 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
     settings = folder.with_suffix(".toml")
     settings.write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "podium.cli", "train", str(settings)]
-    metrics = folder / "metrics.jsonl"
-    others: dict[int, list[float]] = defaultdict(list)
+    metrics, stretches = folder / "metrics.jsonl", []
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+    # A session of its own, since Linux deals cores out to sessions: the canary, here, has another one.
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         while process.poll() is None:
-            if metrics.exists():
-                others[metrics.read_bytes().count(b"\n")].append(sessions_of_others(process.pid))
-            time.sleep(LOOK_EVERY_S)
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= WARM_UP:
+                stretches.append(burst())
+            time.sleep(CANARY_EVERY_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
-    lines = dict(enumerate(map(json.loads, metrics.read_text().splitlines())))
-    steps_seen = [step for step in lines if step >= WARM_UP and others[step]]
-    seconds = {step: sum(lines[step][f"time/{name}_s"] for name in STAGES) for step in steps_seen}
-    quiet = sorted(steps_seen, key=lambda step: fmean(others[step]))[: len(steps_seen) // 2]
-    step_s, wanted = fmean(seconds[step] for step in quiet), fmean(fmean(others[step]) for step in quiet)
-    return Run(prompts, workers, max_lag, step_s, wanted), lengths_of_run(folder)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP:]
+    step_s = fmean(sum(line[f"time/{name}_s"] for name in STAGES) for line in lines)
+    return Run(prompts, workers, max_lag, step_s, fmean(stretches)), lengths_of_run(folder)
 
 
-def sessions_of_others(pid: int) -> int:
-    """Sessions in which a thread runs or waits for a core, but this one, in which the run's driver is, and those of its
-    pool: Linux deals cores out to sessions (sched_autogroup)."""
-    own = {os.getsid(0), *_sessions_below(pid)}
-    wanting = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) not in own | wanting and _wants_a_core(path, fields):
-                wanting.add(int(fields[3]))
-    return len(wanting)
-
-
-def _wants_a_core(process: Path, fields: Sequence[str]) -> bool:
-    """`fields` are those of its stat after the name: state, parent, group, session, …, number of threads."""
-    if fields[0] == "R" or int(fields[17]) == 1:
-        return fields[0] == "R"
-    stats = (path.read_text() for path in process.glob("task/*/stat"))
-    return any(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
-
-
-def _sessions_below(pid: int) -> set[int]:
-    """Of a process's descendants; one that ends meanwhile is left out."""
-    family, sessions = [pid], set()
-    for each in family:
-        with suppress(OSError):
-            sessions.add(os.getsid(each))
-            listed = (path.read_text().split() for path in Path(f"/proc/{each}/task").glob("*/children"))
-            family += [int(child) for children in listed for child in children]
-    return sessions
+def burst() -> float:
+    """Seconds that a second of CPU takes this process now."""
+    wall, cpu = time.monotonic(), time.process_time()
+    while time.process_time() - cpu < CANARY_S:
+        pass
+    return (time.monotonic() - wall) / (time.process_time() - cpu)
 
 
 def _cpu_s(pid: int) -> float:

@@ -35,6 +35,7 @@ CHECKS = {
     "2 workers, max_lag 1": (16, 2, 1),
 }
 """Prompts a step, workers and lag of the runs that are predicted and measured."""
+MOST_OTHERS, HALVINGS = 32.0, 8
 SIZES = (1, 4, 16, 64, 256, 1024)
 GROUPS_PER_WORKER = 8
 """Of a step, 8 rollouts each: as many as a worker writes at a time."""
@@ -90,9 +91,15 @@ def measured(steps: int, rounds: int) -> dict[str, Any]:
                     folder / f"{number}-{workers}-{max_lag}-{prompts}", prompts, workers, max_lag, steps
                 )
                 plan = Plan(steps, prompts, rollouts_per_prompt=8, max_lag=max_lag)
-                predicted = simulate(here(plan, workers, costs, lengths, run.others))
+                others = others_of(here(plan, workers, costs, lengths, 0.0), run.stretch)
+                predicted = simulate(here(plan, workers, costs, lengths, others))
                 check[label].append(
-                    {"measured_s": run.step_s, "predicted_s": predicted.step_s, "others": round(run.others, 2)}
+                    {
+                        "measured_s": run.step_s,
+                        "predicted_s": predicted.step_s,
+                        "canary_stretch": round(run.stretch, 2),
+                        "others": round(others, 2),
+                    }
                 )
                 print(f"{label}: {run.step_s:.3f} s a step, predicted {predicted.step_s:.3f}", flush=True)
     return {
@@ -118,8 +125,20 @@ def here(plan: Plan, workers: int, costs: Costs, lengths: Observed, others: floa
         prompt_tokens=18,
         cores=os.cpu_count(),
         others=others,
+        canary=True,
         warm_up=5,
     )
+
+
+def others_of(scenario: Scenario, stretch: float) -> float:
+    """How many sessions of others make the canary as slow as it was, by halving."""
+    scenario = replace(scenario, plan=replace(scenario.plan, steps=10))
+    low, high = 0.0, MOST_OTHERS
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        is_slower = simulate(replace(scenario, others=middle)).canary_stretch > stretch
+        low, high = (low, middle) if is_slower else (middle, high)
+    return low
 
 
 def h200(stored: Mapping[str, Any]) -> Costs:
@@ -149,7 +168,7 @@ def weights(size: float) -> dict[str, float]:
 
 def at(costs: Costs, lengths: Lengths, size: int) -> Scenario:
     """As many ranks as workers, and work that grows with them."""
-    plan = Plan(steps=6, prompts_per_step=size * GROUPS_PER_WORKER, rollouts_per_prompt=8, max_lag=1)
+    plan = Plan(steps=5, prompts_per_step=size * GROUPS_PER_WORKER, rollouts_per_prompt=8, max_lag=1)
     return Scenario(plan, size, costs, lengths, ranks=size, prompt_tokens=128)
 
 

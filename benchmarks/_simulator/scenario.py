@@ -7,6 +7,8 @@ from _simulator.lengths import Lengths
 from podium.records import Plan
 
 TREE_WIDTH = 16
+CANARY_S, CANARY_EVERY_S = 0.04, 0.4
+"""CPU seconds of a burst of the canary, and the pause after one."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Scenario:
     """That driver and workers share; None: every worker has a device and the driver a core."""
     others: float = 0.0
     """Sessions of others that want these cores all the time."""
+    canary: bool = False
+    """Whether a process beside the run, in a session of its own, measures how much of a core it gets."""
     fan_out: Literal["folder", "tree"] = "folder"
     """New weights: every worker reads them from storage and is told by the driver, or each hands them on to
     `TREE_WIDTH` others."""
@@ -102,3 +106,5 @@ class Outcome:
     stale: int
     """Groups that were too old and were sampled again."""
     driver_mb_per_s: float
+    canary_stretch: float = 1.0
+    """Seconds that the canary takes for a second of CPU, on average."""

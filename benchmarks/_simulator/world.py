@@ -2,10 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from _simulator.clock import Cores, Interpreter, Shared, play
-from _simulator.scenario import Outcome, Scenario
+from _simulator.scenario import CANARY_EVERY_S, CANARY_S, Outcome, Scenario
 from _simulator.stages import Checkpoint, Data, Evaluation, Pool, Report, Reward, Sync, Trainer
 from _simulator.workers import CoreWorker, DeviceWorker
 from podium import loop, loop_async
@@ -34,6 +35,7 @@ class Tally:
     sync_s: float = 0.0
     bytes: float = 0.0
     lags: list[int] = field(default_factory=list)
+    stretches: list[float] = field(default_factory=list)
     steps: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -49,6 +51,16 @@ class World:
         self.workers = [self._worker(number) for number in range(scenario.workers)]
         self.pool = Pool(self)
         self.version = 0
+        self._canary = asyncio.ensure_future(self._burst_again_and_again()) if scenario.canary else None
+
+    async def _burst_again_and_again(self) -> None:
+        assert self.cores is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            await self.cores.use("canary", CANARY_S)
+            self.tally.stretches.append((loop.time() - began) / CANARY_S)
+            await asyncio.sleep(CANARY_EVERY_S)
 
     def _worker(self, number: int) -> DeviceWorker | CoreWorker:
         return (
@@ -95,6 +107,7 @@ class World:
             lag_max=max(lags),
             stale=int(over["stale"]),
             driver_mb_per_s=over["bytes"] / seconds / 1e6,
+            canary_stretch=fmean(self.tally.stretches or [1.0]),
         )
 
     def end_step(self) -> None:
