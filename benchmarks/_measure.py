@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 from _simulator.lengths import Observed, lengths_of_run
-from _simulator.scenario import CANARY_EVERY_S, CANARY_S, Costs
+from _simulator.scenario import Costs
 from _simulator.workers import seconds_by_group
 
 ROLLOUTS_PER_PROMPT = 8
@@ -75,14 +76,14 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
     settings = folder.with_suffix(".toml")
     settings.write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "podium.cli", "train", str(settings)]
-    metrics, stretches = folder / "metrics.jsonl", []
+    metrics, bursts = folder / "metrics.jsonl", folder.with_suffix(".canary")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # A session of its own, since Linux deals cores out to sessions: the canary, here, has another one.
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
-        while process.poll() is None:
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= WARM_UP:
-                stretches.append(burst())
-            time.sleep(CANARY_EVERY_S)
+        while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= WARM_UP):
+            time.sleep(0.1)
+        with canary(bursts):
+            process.wait()
+    stretches = [float(line) for line in bursts.read_text().splitlines(keepends=True) if line.endswith("\n")]
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()][WARM_UP:]
@@ -90,12 +91,15 @@ def measure_run(folder: Path, prompts: int, workers: int, max_lag: int, steps: i
     return Run(prompts, workers, max_lag, step_s, fmean(stretches)), lengths_of_run(folder)
 
 
-def burst() -> float:
-    """Seconds that a second of CPU takes this process now."""
-    wall, cpu = time.monotonic(), time.process_time()
-    while time.process_time() - cpu < CANARY_S:
-        pass
-    return (time.monotonic() - wall) / (time.process_time() - cpu)
+@contextmanager
+def canary(bursts: Path) -> Iterator[None]:
+    """Every process of a run has a session of its own, as Linux deals cores out to sessions; so has the canary."""
+    command = [sys.executable, str(Path(__file__).with_name("_canary.py"))]
+    with bursts.open("w") as file, subprocess.Popen(command, stdout=file, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def _cpu_s(pid: int) -> float:

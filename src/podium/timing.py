@@ -14,7 +14,7 @@ from podium.model.load import Policy
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.runtime._build import build_pack, make_trainer
 from podium.runtime._memory import MemoryPlan
-from podium.runtime._reference import Referenced, start_reference
+from podium.runtime._reference import with_reference
 from podium.settings import Settings
 from podium.stages import Engine
 
@@ -70,9 +70,8 @@ async def run_trial(
 
 async def _trained(settings: Settings, trainer: Any, groups: Sequence[Group], memory: MemoryPlan) -> float:
     """Seconds of a step that is not the first, which compiles and allocates."""
-    reference = start_reference(settings)
+    stepping, reference = with_reference(trainer, settings)
     try:
-        stepping = trainer if reference is None else Referenced(trainer, reference)
         batches = build_pack(settings, memory)(groups)
         await stepping.step(batches)
         started = time.perf_counter()

@@ -28,7 +28,7 @@ from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
-from podium.runtime._reference import ReferenceProcess
+from podium.runtime._reference import ReferenceProcess, check_reference
 from podium.runtime._watch import Watch
 from podium.sections import CorrectionSection, DataSource, Reward, SeparateReference
 from podium.settings import Settings
@@ -57,6 +57,7 @@ class Wired:
 
 def check_trainer(settings: Settings) -> None:
     """What the trainer needs of this machine, asked before the model is loaded."""
+    check_reference(settings)
     check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 

@@ -111,14 +111,15 @@ class Referenced(Around):
         return [replace(batch, reference_logprobs=self._reference.logprobs(batch)) for batch in batches]
 
 
-def start_reference(settings: Settings) -> ReferenceProcess | None:
-    """None where the trainer keeps the reference, or there is none."""
+def with_reference(trainer: Any, settings: Settings) -> tuple[Any, ReferenceProcess | None]:
+    """The trainer with a reference apart, and its process; as it is where it keeps the reference, or there is none."""
     given = settings.model.reference
     if not isinstance(given, SeparateReference):
-        return None
+        return trainer, None
     model = settings.model.model_dump(mode="json", exclude={"reference"}, exclude_none=True)
     precision = settings.trainer.options.get("precision", "float32")
-    return ReferenceProcess(model, given.device, precision, settings.run.seed)
+    reference = ReferenceProcess(model, given.device, precision, settings.run.seed)
+    return Referenced(trainer, reference), reference
 
 
 def check_reference(settings: Settings) -> None:
