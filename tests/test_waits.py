@@ -34,6 +34,7 @@ ALLOWED = {
     "runtime/_keeper.py: self._control.recv(4096)": "the socket has a timeout",
     "runtime/_launch.py: process.wait()": "the launcher is there as long as its ranks are, which have their own limits",
     "runtime/_ranks.py: dist.recv(": "the group has a timeout",
+    "runtime/_reference.py: self._process.wait()": "after SIGKILL",
     "report/_tracker.py: self._changed.wait()": "a daemon thread without work",
     "reward/_counts.py: _current.get()": "a context variable",
     "runtime/_stop.py: coming.result()": "the task is done",

@@ -30,6 +30,10 @@ class RankError(PodiumError):
     """Another rank of the same optimizer step failed."""
 
 
+class ReferenceLostError(PodiumError):
+    """The process that keeps the reference died or does not answer."""
+
+
 class StalledError(PodiumError):
     """Many steps in a row changed nothing."""
 

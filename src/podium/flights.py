@@ -26,8 +26,10 @@ class Flights:
 
     def __init__(self, stages: Stages, plan: Plan, clock: Clock) -> None:
         self._stages, self._plan, self._clock = stages, plan, clock
-        self._counts: dict[int, bool] = {}
-        """The ordinals under way, and whether each counts for its step."""
+        self._under_way: set[int] = set()
+        """Ordinals."""
+        self._uncounted: set[int] = set()
+        """Those of them that do not count for their step."""
         self._flying: set[asyncio.Task[None]] = set()
         self._num_scoring = 0
         self._waiting: deque[tuple[Group, list[Group]]] = deque()
@@ -49,15 +51,16 @@ class Flights:
     @property
     def under_way(self) -> set[int]:
         """Ordinals that were sent and whose step is not trained yet."""
-        return set(self._counts)
+        return set(self._under_way)
 
     def send(self, state: RunState) -> None:
         """Sends the prompts of groups that were too old, and as many new ones as there is room for."""
         self._state = state
-        drawn = self._stages.data.draw(state, self._room(state), self._counts)
+        drawn = self._stages.data.draw(state, self._room(state), self._under_way)
         prompts, self._again = [*self._again, *drawn], []
         if prompts:
-            self._counts |= {prompt.ordinal: True for prompt in prompts}
+            self._under_way |= {prompt.ordinal for prompt in prompts}
+            self._uncounted -= {prompt.ordinal for prompt in prompts}
             groups = self._clock.writing(self._stages.rollout.start(prompts), len(prompts))
             task = asyncio.create_task(self._fly(groups, len(prompts)))
             self._flying.add(task)
@@ -68,7 +71,8 @@ class Flights:
         plan = self._plan
         wanted = min(plan.prompts_ahead, (plan.steps - state.step) * plan.prompts_per_step)
         most = wanted * (1 + plan.max_refills)
-        return max(0, min(wanted - sum(self._counts.values()), most - len(self._counts)))
+        counted = len(self._under_way) - len(self._uncounted)
+        return max(0, min(wanted - counted, most - len(self._under_way)))
 
     async def _fly(self, groups: AsyncIterator[Group], count: int) -> None:
         """Stages 2 to 4 for `count` prompts; where they make no whole steps, the groups before them count in the share
@@ -79,7 +83,8 @@ class Flights:
             self._num_scoring -= 1
             [credited] = stages.assign_advantages([group])
             kept = stages.filter([credited])
-            self._counts[group.prompt.ordinal] = bool(kept) or not self._plan.max_refills
+            if self._plan.max_refills and not kept:
+                self._uncounted.add(group.prompt.ordinal)
             self._recent.append(credited)
             self._waiting.append((credited, kept))
             self._news.set()
@@ -128,8 +133,9 @@ class Flights:
 
     def end(self, step: StepGroups) -> None:
         """The step is trained: its groups are no longer under way, and the engine is behind until the next `send`."""
-        for group in step.drawn:
-            del self._counts[group.prompt.ordinal]
+        done = {group.prompt.ordinal for group in step.drawn}
+        self._under_way -= done
+        self._uncounted -= done
         self._state = None
 
     async def written(self) -> None:

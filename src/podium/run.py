@@ -212,6 +212,8 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         wired.stages.reward.close()
         wired.engine.close()
         wired.stages.sync.close()
+        if wired.reference is not None:
+            wired.reference.close()
         folder.unlock()
 
 

@@ -107,6 +107,11 @@ class MovingReference(Section):
     """Steps between two times."""
 
 
+class SeparateReference(Section):
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda|cuda:\d+)$")]
+    """Where a process of its own keeps the model as it was: "cpu", "cuda" or "cuda:1"; for full weights."""
+
+
 class Model(Section):
     name: str = "embedded"
     """"embedded", "smollm2-135m", a folder or a hub name."""
@@ -116,8 +121,9 @@ class Model(Section):
     """auto: cuda where there is one."""
     lora: Lora | Literal[False] = Lora()
     """The adapter's table, or false to train every weight."""
-    reference: Literal["initial"] | MovingReference | None = None
-    """What loss.kl_beta keeps the policy near: the model as it was, or a copy that follows it slowly."""
+    reference: Literal["initial"] | MovingReference | SeparateReference | None = None
+    """What loss.kl_beta keeps the policy near: the model as it was, beside the policy or in a process of its own, or a
+    copy that follows the policy slowly."""
     trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
 

@@ -30,6 +30,7 @@ from podium.sections import (
     Run,
     Scoring,
     Section,
+    SeparateReference,
 )
 
 SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
@@ -109,6 +110,11 @@ class Settings(Section):
             raise InputError(
                 "model.dtype = 'bfloat16' with model.lora = false: bfloat16 weights round small updates away; "
                 "train full weights in float32, or set a [model.lora] table"
+            )
+        if self.model.lora is not False and isinstance(self.model.reference, SeparateReference):
+            raise InputError(
+                "model.reference.device has no effect under LoRA: the reference is the policy without its adapter and "
+                'takes no memory; set model.reference = "initial"'
             )
         if self.filter.retire_pass_rate is not None and self.run.epochs == 1:
             raise InputError(

@@ -14,6 +14,7 @@ from podium.model.load import Policy
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.runtime._build import build_pack, make_trainer
 from podium.runtime._memory import MemoryPlan
+from podium.runtime._reference import with_reference
 from podium.settings import Settings
 from podium.stages import Engine
 
@@ -61,12 +62,7 @@ async def run_trial(
     tokens = min(settings.rollout.options.get("max_new_tokens", MOST_TOKENS), MOST_TOKENS)
     first_token_s, _ = await sampled(settings, engine, some, 1)
     sample_s, groups = await sampled(settings, engine, some, tokens)
-    trainer = make_trainer(settings, policy, settings.plan, memory)
-    batches = build_pack(settings, memory)(groups)
-    await trainer.step(batches)  # compiles, allocates
-    started = time.perf_counter()
-    await trainer.step(batches)
-    train_s = time.perf_counter() - started
+    train_s = await _trained(settings, make_trainer(settings, policy, settings.plan, memory), groups, memory)
     mean = sum(len(prompt.token_ids) for prompt in some) / len(some)
     return Trial(len(some) * settings.run.rollouts_per_prompt, tokens, mean, first_token_s, sample_s, train_s)
 
@@ -74,6 +70,20 @@ async def run_trial(
 def some_of(settings: Settings, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     """As many as are worth the time."""
     return prompts[: max(1, MOST_ROLLOUTS // settings.run.rollouts_per_prompt)]
+
+
+async def _trained(settings: Settings, trainer: Any, groups: Sequence[Group], memory: MemoryPlan) -> float:
+    """Seconds of a step that is not the first, which compiles and allocates."""
+    stepping, reference = with_reference(trainer, settings)
+    try:
+        batches = build_pack(settings, memory)(groups)
+        await stepping.step(batches)
+        started = time.perf_counter()
+        await stepping.step(batches)
+        return time.perf_counter() - started
+    finally:
+        if reference is not None:
+            reference.close()
 
 
 async def sampled(

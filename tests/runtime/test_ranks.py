@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from podium.errors import EngineError, InputError
 from podium.records import Answer, Request, Sampling
@@ -145,6 +147,99 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, v
 def test_what_ranks_cannot_have_is_refused(ranks: int, tables: dict, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         check_ranks(Settings.from_dict({**tables, "reward": [{"name": "arithmetic"}]}), ranks)
+
+
+def final_adapter(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "final" / "adapter_model.safetensors")
+
+
+def test_a_run_of_two_ranks_with_dropout_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The ranks' batches differ in size, so after a step their random states do too."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ("--runtime.ranks=2", "--model.lora.dropout=0.2", "--run.prompts_per_step=3", "--run.rollouts_per_prompt=3")
+    done = train(whole, *flags, "--run.steps=4")
+    assert done.returncode == 0, done.stderr
+    done = train(parts, *flags, "--run.steps=2")
+    assert done.returncode == 0, done.stderr
+    resume = podium("resume", str(parts), "--run.steps=4", "--quiet")
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert ledger(parts) == ledger(whole)
+    found, expected = final_adapter(parts), final_adapter(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_signal_while_two_ranks_sample_ends_the_run_with_a_commit_and_no_process_left(tmp_path: Path) -> None:
+    settings, folder = tmp_path / "s.toml", tmp_path / "run"
+    settings.write_text(SETTINGS)
+    mark = f"--run.name=stop-{os.getpid()}"
+    sizes = ("--run.steps=5000", "--run.prompts_per_step=200", "--checkpoint.every=1000")
+    command = podium("train", str(settings), f"--run.folder={folder}", "--runtime.ranks=2", *sizes, mark)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | {"PODIUM_TEST": mark}
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not rewards_so_far(folder):
+            assert time.monotonic() < deadline, "no step in time"
+            time.sleep(0.05)
+        time.sleep(0.5)  # the push is over and the next step's rollouts are being written
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, error
+    steps = len(rewards(folder))
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+    assert ranks_of(mark) == {}
+
+
+def rewards_so_far(folder: Path) -> list[float]:
+    return rewards(folder) if (folder / "metrics.jsonl").exists() else []
+
+
+def stop_early(rank: int, ranks: int) -> int:
+    """Rank 0 wants no more answers while the other rank has hours of them to write; how many that one wrote."""
+    line, written = Line(), 0
+
+    class Engine:
+        policy_version = 0
+
+        async def generate(self, requests, sampling):
+            nonlocal written
+            for request in requests:
+                await asyncio.sleep(3600 if rank == 0 else 0.01)
+                written += 1
+                yield Answer(request.key, ((1,),), ((-1.0,),), ("stop",), ((0, 0),))
+
+    engine: Any = Engine()
+    if rank:
+        follow(line, None, engine)
+        return written
+
+    async def ask() -> None:
+        requests = [Request(key, (1,), (1,)) for key in range(2 * LONG)]
+        async with asyncio.timeout(1.0):
+            async for _ in RankedEngine(engine, engine, line).generate(requests, Sampling()):
+                raise AssertionError("no answer is whole")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(ask())
+    with line.order("end"):
+        return written
+
+
+LONG = 360_000
+"""Answers at 0.01 s each: an hour."""
+
+
+def test_a_rank_gives_up_writing_when_rank_0_does(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    try:
+        assert 0 < pair(stop_early)[1] < LONG
+    finally:
+        pair.close()
 
 
 def leave_early(rank: int, ranks: int) -> str:

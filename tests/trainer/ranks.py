@@ -190,6 +190,7 @@ def sharded_steps(
         "state": {key: value.tolist() for key, value in state.items() if not key.startswith("random.")},
         "weights": {name: tensor.tolist() for name, tensor in trainer.weights()},
         "model": str(model),
+        "offloaded": any(getattr(trainer._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")),
     }
 
 

@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "zero-2": ("deepspeed", {"zero": 2}),
     "zero-3": ("deepspeed", {"zero": 3}),
+    "zero-2, offload": ("deepspeed", {"zero": 2, "offload": True}),
+    "zero-3, offload": ("deepspeed", {"zero": 3, "offload": True}),
 }
 TOLERANCE = 1e-5
 """On weights after two steps of AdamW at 1e-4: where a gradient is of rounding's size, its sign decides the step."""
@@ -75,6 +77,7 @@ def test_two_ranks_train_as_one_process_and_each_takes_the_others_checkpoint(
 ) -> None:
     one, two = alone(lora, tmp_path / "one"), on_two(pair, kind, lora, tmp_path / "two")
     assert_same(two, one)
+    assert two["offloaded"] == kind[1].get("offload", False)
     go_on = alone(lora, tmp_path / "one-on", str(tmp_path / "one" / "state.safetensors"))
     assert go_on["weights"] != one["weights"]
     assert_same(alone(lora, tmp_path / "two-on-one", str(tmp_path / "two" / "state.safetensors")), go_on)

@@ -185,7 +185,8 @@ class VllmServer:
             raise EngineError(f"engine {url}: prompt {request.key} has wrong counts of rollouts, ids or logprobs")
         if not all(_are_numbers(row) for row in logprobs) or not set(answer.finish_reasons) <= {"stop", "length"}:
             raise EngineError(f"engine {url}: prompt {request.key} has logprobs that are no numbers or no known end")
-        if not all(0 <= i < self._policy.vocabulary for row in ids for i in row):
+        vocabulary = self._policy.vocabulary  # asked once: it is looked up in the model each time
+        if not all(0 <= i < vocabulary for row in ids for i in row):
             raise EngineError(f"engine {url}: prompt {request.key} has an id outside the vocabulary")
         self._check_owner(line.get("run"))
         return answer

@@ -28,8 +28,9 @@ from podium.reward._scoring import Scoring
 from podium.reward._workers import RewardWorkers
 from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
+from podium.runtime._reference import ReferenceProcess, check_reference
 from podium.runtime._watch import Watch
-from podium.sections import CorrectionSection, DataSource, Reward
+from podium.sections import CorrectionSection, DataSource, Reward, SeparateReference
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.trainer._optimizer import check_optimizer
@@ -50,10 +51,13 @@ class Wired:
     reports: Reports
     ledger: Ledger
     watch: Watch
+    reference: ReferenceProcess | None = None
+    """Where it is a process of its own."""
 
 
 def check_trainer(settings: Settings) -> None:
     """What the trainer needs of this machine, asked before the model is loaded."""
+    check_reference(settings)
     check_optimizer(settings.trainer.options.get("optimizer", "adamw"), choose_device(settings.model.device))
 
 
@@ -267,8 +271,9 @@ def build_objective(settings: Settings) -> Objective:
 
 
 def build_reference(settings: Settings) -> ReferenceSettings | None:
+    """Of the reference that the trainer keeps; one in another process is no business of its."""
     given = settings.model.reference
-    if given is None:
+    if given is None or isinstance(given, SeparateReference):
         return None
     return ReferenceSettings() if given == "initial" else ReferenceSettings(given.alpha, given.every)
 

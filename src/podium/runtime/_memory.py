@@ -12,6 +12,7 @@ from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
 from podium.model.logprobs import MAX_CHUNK_ELEMENTS
 from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
+from podium.sections import SeparateReference
 from podium.settings import Settings
 from podium.trainer._optimizer import state_bytes
 
@@ -100,6 +101,8 @@ def _room(held: dict[str, Any], per_token: float) -> int:
 
 def _copies_reference(settings: Settings, policy: Policy) -> bool:
     given = settings.model.reference
+    if isinstance(given, SeparateReference):
+        return False
     return given is not None and (policy.peft is None or given != "initial")
 
 

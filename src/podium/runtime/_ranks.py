@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from podium.errors import EngineError, RankError
 from podium.model.device_thread import on_device_thread
+from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, Request, Sampling, UpdateResult
 from podium.runtime import _wire as wire
 from podium.stages import Engine, Trainer
@@ -41,6 +42,9 @@ class Line:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         self._lock = threading.Lock()
+        self._board = dist.distributed_c10d._get_default_store()
+        self._number = 0
+        """Orders so far."""
 
     @contextlib.contextmanager
     def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
@@ -49,6 +53,7 @@ class Line:
         if not self._lock.acquire(blocking=False):
             raise AssertionError(f"{name} was ordered before the last order was done")
         try:
+            self._number += 1
             with _lost_ranks_named():
                 for rank in range(1, self.ranks):
                     self._send(name.encode(), rank)
@@ -58,7 +63,17 @@ class Line:
             self._lock.release()
 
     def hear(self) -> tuple[str, bytes]:
-        return self._receive(0).decode(), self._receive(0)
+        name, content = self._receive(0).decode(), self._receive(0)
+        self._number += 1
+        return name, content
+
+    def give_up(self) -> None:
+        """Rank 0 does not need what it ordered last."""
+        self._board.set(f"podium/given-up-{self._number}", "")
+
+    def is_given_up(self) -> bool:
+        """Whether that holds for the order that is being obeyed."""
+        return self._board.check([f"podium/given-up-{self._number}"])
 
     def reply(self, content: bytes) -> None:
         self._send(content, 0)
@@ -120,8 +135,15 @@ class RankedTrainer:
             yield from self._trainer.weights()
 
     def state(self) -> Mapping[str, torch.Tensor]:
+        """With the random states of all ranks: their batches differ, so these do too."""
         with self._line.order("state"):
-            return self._trainer.state()
+            try:
+                state = dict(self._trainer.state())
+            finally:
+                replies = self._line.replies()
+        for rank, content in enumerate(replies, 1):
+            state |= {f"{_of_rank(rank)}{name}": tensor for name, tensor in wire.tensors_from_bytes(content).items()}
+        return state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._line.order("load_state", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
@@ -134,6 +156,11 @@ class RankedTrainer:
     def save_model(self, folder: str) -> None:
         with self._line.order("weights"):
             self._trainer.save_model(folder)
+
+
+def _of_rank(rank: int) -> str:
+    """Before the names of what a checkpoint holds of one rank alone."""
+    return f"rank-{rank}."
 
 
 class RankedEngine:
@@ -183,6 +210,9 @@ class RankedEngine:
         replies: list[bytes] = []
         try:
             yield replies
+        except BaseException:
+            self._line.give_up()
+            raise
         finally:
             replies += await asyncio.shield(on_device_thread(self._line.replies))
 
@@ -219,9 +249,12 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
         for _ in trainer.weights():
             pass
     elif name == "state":
-        trainer.state()
+        try:
+            trainer.state()
+        finally:
+            line.reply(wire.tensors_to_bytes(random_state()))
     elif name == "load_state":
-        trainer.load_state(wire.tensors_from_bytes(content))
+        _load_state(wire.tensors_from_bytes(content), line.rank, trainer)
     elif name == "start_from":
         trainer.load_weights(wire.tensors_from_bytes(content))
     else:
@@ -229,10 +262,25 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
         await _obey_engine(name, content, line, trainer, engine)
 
 
+def _load_state(tensors: Mapping[str, torch.Tensor], rank: int, trainer: Trainer) -> None:
+    """A checkpoint of fewer ranks holds no random state of this one: it goes on with rank 0's."""
+    trainer.load_state(tensors)
+    prefix = _of_rank(rank)
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if own:
+        set_random_state(own)
+
+
 async def _obey_engine(name: str, content: bytes, line: Line, trainer: Trainer, engine: Engine) -> None:
     if name == "generate":
         requests, sampling = wire.requests_from_bytes(content)
-        line.reply(wire.answers_to_bytes([answer async for answer in engine.generate(requests, sampling)]))
+        answers = []
+        async with contextlib.aclosing(engine.generate(requests, sampling)) as writing:  # type: ignore[type-var]
+            async for answer in writing:
+                answers.append(answer)
+                if line.is_given_up():
+                    break
+        line.reply(wire.answers_to_bytes(answers))
     elif name == "engine_score":
         found = await engine.score(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
         line.reply(torch.tensor(found, dtype=torch.float64).numpy().tobytes())

@@ -32,6 +32,7 @@ from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._keep import build_checkpoint, check_space, check_start
 from podium.runtime._memory import memory_plan
 from podium.runtime._ranks import join
+from podium.runtime._reference import with_reference
 from podium.runtime._reports import build_reports, check_reports
 from podium.runtime._stop import stoppable
 from podium.runtime._watch import Watch, watched
@@ -65,6 +66,7 @@ def local(
     check_space(settings, folder, memory)
     trainer, engine = make_core(settings, policy, plan, memory, join() if ranks > 1 else None, folder.event)
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
+    stepping, reference = with_reference(stepping, settings)
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
     every_report = build_reports(settings, folder, ledger, console_mode, pieces)
@@ -97,4 +99,4 @@ def local(
         stop_requested=stop_requested,
         event=folder.event,
     )
-    return Wired(stoppable(watched(stages, watch), plan), engine, plan, reports, ledger, watch)
+    return Wired(stoppable(watched(stages, watch), plan), engine, plan, reports, ledger, watch, reference)
