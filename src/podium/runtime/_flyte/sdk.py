@@ -1,0 +1,16 @@
+"""The one place that imports Flyte's SDK, which brings warnings and an exception hook that are not Podium's."""
+
+import sys
+import warnings
+
+_excepthook = sys.excepthook
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import flyte as flyte
+    import flyte.errors as errors
+    import flyte.report as report
+    import flyte.storage as storage
+    from flyte.io import Dir as Dir
+sys.excepthook = _excepthook
+
+__all__ = ["Dir", "errors", "flyte", "report", "storage"]
