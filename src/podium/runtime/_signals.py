@@ -31,7 +31,7 @@ class StopSignal:
         return self.number is not None
 
     def __enter__(self) -> "StopSignal":
-        """Outside the main thread Python takes no handlers: then the main thread's count, or do what they did before."""
+        """Outside the main thread Python takes no handlers: there those of the main thread count, if it has some."""
         is_main = threading.current_thread() is threading.main_thread()
         self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main}
         StopSignal._in_front = self if is_main else self._in_front

@@ -3,7 +3,9 @@
 It holds no weights. Lost, it is started again by Flyte and goes on from the last commit with its history.
 """
 
+import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,9 +15,10 @@ from typing import Any
 
 from podium.run_folder import RunFolder
 from podium.runtime._flyte import environments as where
+from podium.runtime._flyte.replica import stored
 from podium.runtime._flyte.sdk import Dir, flyte
-from podium.runtime._flyte.store import Store
-from podium.runtime._flyte.tasks import final_if_named
+from podium.runtime._flyte.store import Store, history_files
+from podium.runtime._flyte.tasks import fetch_model, final_if_named
 from podium.settings import Settings
 
 
@@ -47,20 +50,36 @@ def _as_current(given: Driving) -> Iterator[Driving]:
         _current.reset(token)
 
 
-@where.driver_environment.task(report=True, retries=where.RETRIES, max_inline_io_bytes=where.MAX_INLINE_BYTES)
-def drive(job: str, base: Dir) -> tuple[str, Dir]:
-    """The summary of the run, and the trained model or adapter."""
+@where.driver_environment.task(report=True, **where.IN_PODIUM)
+def drive(job: str, base: Dir) -> tuple[str, Dir, Dir]:
+    """The summary of the run, the trained model or adapter, and the run's history where that is not at hand."""
     from podium.run import resume, train
 
     told = json.loads(job)
     settings = Settings.from_dict(told["settings"])
-    path = Path(told["folder"] or settings.run.folder or "")
-    with final_if_named(), _as_current(Driving(base, Store(flyte.ctx().checkpoint))) as now:
-        is_restored = now.store.restore(RunFolder(path))
-        if told["folder"] is None and not is_restored:
-            summary = train(settings, console_mode=told["console_mode"])
-        else:
-            others = {"step": told["step"], "allow_change": told["allow_change"], "console_mode": told["console_mode"]}
-            summary = resume(settings, RunFolder.open(path), **others)
-        model = now.trainer.model if now.trainer is not None else None
-        return json.dumps(asdict(summary)), model or Dir.empty()
+    folder = RunFolder(Path(told["folder"] or settings.run.folder or ""))
+    with final_if_named():
+        if told["fetch"] is not None:
+            base = asyncio.run(fetch_model(name=told["fetch"]))
+        with _as_current(Driving(base, Store(flyte.ctx().checkpoint))) as now:
+            is_restored = now.store.restore(folder)
+            if told["folder"] is None and not is_restored:
+                summary = train(settings, console_mode=told["console_mode"])
+            else:
+                others = {key: told[key] for key in ("step", "allow_change", "console_mode")}
+                summary = resume(settings, RunFolder.open(folder.path), **others)
+        model = now.trainer.model or Dir.empty()
+        history = asyncio.run(_history(folder)) if flyte.ctx().is_in_cluster() else Dir.empty()
+        return json.dumps(asdict(summary)), model, history
+
+
+async def _history(folder: RunFolder) -> Dir:
+    """What `podium report` and people read, for the machine that the command was given on."""
+
+    def copy(place: Path) -> None:
+        for file in history_files(folder):
+            target = place / file.relative_to(folder.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+    return await stored("run", copy)

@@ -5,6 +5,7 @@ Rollout containers stay warm: loading an engine takes longer than a step. They a
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import podium
@@ -15,6 +16,20 @@ RETRIES = 3
 
 MAX_INLINE_BYTES = 1 << 30
 """Of what is passed to a task directly: the tokens of a step. Weights and optimizer travel as folders."""
+
+
+class Installed:
+    """Tells containers where a task is: in Podium, which their image has. Flyte itself looks for tasks below the
+    working folder or in site-packages, and a checkout is in neither."""
+
+    import_path = "flyte._internal.resolvers.default.DefaultTaskResolver"
+
+    def loader_args(self, task: Any, root_dir: Path) -> list[str]:
+        return ["mod", task.func.__module__, "instance", task.func.__name__]
+
+
+IN_PODIUM: dict[str, Any] = {"retries": RETRIES, "max_inline_io_bytes": MAX_INLINE_BYTES, "task_resolver": Installed()}
+"""What every task is defined with."""
 
 IMAGE = flyte.Image.from_debian_base(name="podium").with_pip_packages(
     f"podium-rl[flyte,server,ifeval]=={podium.__version__}", "unionai-reuse"
@@ -68,6 +83,12 @@ def configure(
     token = flyte.Secret(key=hub_token_from, as_env_var="HF_TOKEN") if hub_token_from else None
     for environment in EVERY:
         _set(environment, image=image or IMAGE, secrets=token)
+
+
+def include(files: Sequence[str]) -> None:
+    """Files beside the code that go to the containers that read data or run rewards."""
+    for environment in (driver_environment, reward_environment):
+        _set(environment, include=tuple(str(Path(file).absolute()) for file in files))
 
 
 def _warm(replicas: tuple[int, int]) -> flyte.ReusePolicy:

@@ -17,7 +17,7 @@ class LiveReport(Page):
         page = self._folder.page.read_text(encoding="utf-8")
         report.current_report().get_tab("main").replace(FRAME.format(page=html.escape(page)))
         try:
-            sending = asyncio.get_running_loop().create_task(report.flush.aio())
+            sending = asyncio.ensure_future(report.flush.aio(), loop=asyncio.get_running_loop())
         except RuntimeError:  # before the loop or after it
             with suppress(Exception):  # a report that cannot be shown stops no run
                 report.flush()

@@ -45,7 +45,7 @@ async def held(kind: type[Any], text: str, base: Dir) -> Any:
     if owner != text:
         release(kind)
         job = Job.from_text(text)
-        thing = kind(replace(job, settings=await _with_base(job.settings, base)))
+        thing = kind(replace(job, settings=await with_base(job.settings, base)))
         _held[kind.__name__] = (text, thing)
     return thing
 
@@ -58,7 +58,7 @@ def release(*kinds: type[Any]) -> None:
             thing.close()
 
 
-async def _with_base(settings: Settings, base: Dir) -> Settings:
+async def with_base(settings: Settings, base: Dir) -> Settings:
     """The settings with the model's name replaced by the folder that it was fetched to, once a container."""
     if base.is_empty:
         return settings

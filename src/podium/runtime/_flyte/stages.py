@@ -87,14 +87,21 @@ class RemoteRollout:
     """`prompts_per_task`: None gives each replica an equal share. `purpose` is "train" or "eval"."""
 
     def __init__(
-        self, sender: Sender, engines: Engines, purpose: str, count: int, prompts_per_task: int | None, replicas: int
+        self,
+        sender: Sender,
+        engines: Engines,
+        replicas: int,
+        purpose: str,
+        rollouts_per_prompt: int,
+        prompts_per_task: int | None = None,
     ) -> None:
-        """`count`: rollouts of a group."""
-        self._sender, self._engines, self._purpose, self._count = sender, engines, purpose, count
-        self._prompts_per_task, self._replicas = prompts_per_task, replicas
+        self._sender, self._engines, self._replicas = sender, engines, replicas
+        self._purpose, self._rollouts_per_prompt = purpose, rollouts_per_prompt
+        self._prompts_per_task = prompts_per_task
 
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """All tasks at once. Prompts of a task that is lost for good come without rollouts; if all are, the run ends."""
+        """All tasks at once. Prompts of a task that is lost for good come without rollouts; if all are lost, the run
+        ends."""
         size = self._prompts_per_task or max(1, math.ceil(len(prompts) / self._replicas))
         parcels = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         writing = [asyncio.create_task(self._write(parcel)) for parcel in parcels]
@@ -130,7 +137,7 @@ class RemoteRollout:
             weights=self._engines.weights,
             probe_logprobs=list(self._engines.probe_logprobs),
         )
-        return _asked_for(groups_from_text(text), prompts, self._count, version)
+        return _asked_for(groups_from_text(text), prompts, self._rollouts_per_prompt, version)
 
 
 def _asked_for(groups: Sequence[Group], prompts: Sequence[Prompt], count: int, version: int) -> list[Group]:
@@ -219,13 +226,14 @@ class RemoteTrainer:
     def save_model(self, folder: str) -> None:
         """Called beside the event loop, which sends the task."""
         sent = asyncio.run_coroutine_threadsafe(self._save(), self._loop)
-        shutil.copytree(sent.result(timeout=None), folder, dirs_exist_ok=True)
+        shutil.copytree(sent.result(), folder, dirs_exist_ok=True)
 
     async def _save(self) -> str:
         await self._settle()
         inputs = {"base": self._sender.base, "step": self._sender.step, "state": self._now.state}
-        self.model = await self._sender.send(tasks.save_model, {}, **inputs)
-        return await self.model.download()
+        model: Dir = await self._sender.send(tasks.save_model, {}, **inputs)
+        self.model = model
+        return await model.download()
 
     async def _settle(self) -> None:
         """A restored state is stored where tasks read it, and its weights are published."""
@@ -261,7 +269,7 @@ def _remove(path: str) -> None:
         storage.get_underlying_filesystem(path=path).rm(path, recursive=True)
 
 
-class RemoteSync:
+class Stored:
     """Stage 8: rollout tasks are told of the new weights. The proof is in each: a container that does not hold them
     yet reads them, checks their hashes and answers the probe before it writes a token."""
 
@@ -282,7 +290,7 @@ class RemoteCheckpoint(Around):
     """The run's checkpoints. Once one is read, the trainer is told where it stands, and the driver's store gets it
     again: an attempt that ends before its first commit must not lose it."""
 
-    def __init__(self, checkpoint: Any, trainer: RemoteTrainer, keep: Callable[[int], None]) -> None:
+    def __init__(self, checkpoint: Any, trainer: RemoteTrainer, keep: Callable[[Path], None]) -> None:
         super().__init__(checkpoint)
         self._trainer, self._keep = trainer, keep
 
@@ -290,5 +298,5 @@ class RemoteCheckpoint(Around):
         state = await self._stage.restore_or_start()
         self._trainer.is_at(state)
         if state.step:
-            await asyncio.to_thread(self._keep, state.step)
+            await asyncio.to_thread(self._keep, self._stage.place_of(state.step))
         return state

@@ -20,6 +20,13 @@ LEFT_OUT = {"lock", "checkpoints", "final", "weights", "stacks.txt", OUTSIDE}
 """What of a run folder is not history; of its checkpoints the newest is kept."""
 
 
+def history_files(folder: RunFolder) -> list[Path]:
+    """What tells of the run; files that are just being written aside."""
+    own = (path for path in folder.path.iterdir() if path.name not in LEFT_OUT)
+    files = (file for path in own for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    return sorted(file for file in files if ".tmp-" not in file.name)
+
+
 class Store:
     """`checkpoint` is Flyte's, of the driver's task."""
 
@@ -30,10 +37,8 @@ class Store:
         with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
             archive = Path(scratch) / "run.tar"
             with tarfile.open(archive, "w") as tar:
-                for path in sorted(folder.path.iterdir()):
-                    if path.name not in LEFT_OUT and ".tmp-" not in path.name:
-                        tar.add(path, path.name)
-                tar.add(newest, f"checkpoints/{newest.name}")
+                for path in (*history_files(folder), *newest.iterdir()):
+                    tar.add(path, str(path.relative_to(folder.path)))
             try:
                 self._checkpoint.save_sync(archive)
             except Exception as error:  # whatever a store's client raises

@@ -14,8 +14,6 @@ from podium.runtime._flyte.job import groups_from_text, groups_to_text, prompts_
 from podium.runtime._flyte.replica import Judge, Learner, Step, Writer, held, read_batches, release
 from podium.runtime._flyte.sdk import Dir, errors
 
-ONE = {"retries": where.RETRIES, "max_inline_io_bytes": where.MAX_INLINE_BYTES}
-
 
 @contextmanager
 def final_if_named() -> Iterator[None]:
@@ -27,7 +25,7 @@ def final_if_named() -> Iterator[None]:
         raise errors.NonRecoverableError(str(error), code=type(error).__name__) from error
 
 
-@where.rollout_environment.task(**ONE)
+@where.rollout_environment.task(**where.IN_PODIUM)
 async def write_rollouts(
     job: str, base: Dir, step: int, purpose: str, prompts: str, version: int, weights: Dir, probe_logprobs: list[float]
 ) -> str:
@@ -38,7 +36,7 @@ async def write_rollouts(
         return groups_to_text(groups)
 
 
-@where.reward_environment.task(**ONE)
+@where.reward_environment.task(**where.IN_PODIUM)
 async def score_group(job: str, step: int, group: str) -> str:
     """One group with its rewards."""
     with final_if_named():
@@ -47,7 +45,7 @@ async def score_group(job: str, step: int, group: str) -> str:
         return groups_to_text([await judge.scoring.score(written)])
 
 
-@where.trainer_environment.task(**ONE)
+@where.trainer_environment.task(**where.IN_PODIUM)
 async def open_trainer(job: str, base: Dir) -> tuple[str, Dir, Dir]:
     """The trainer as the run begins: its memory plan, state and published weights."""
     with final_if_named():
@@ -58,7 +56,7 @@ async def open_trainer(job: str, base: Dir) -> tuple[str, Dir, Dir]:
         return _reply(await learner.begin(), memory=asdict(learner.memory))
 
 
-@where.trainer_environment.task(**ONE)
+@where.trainer_environment.task(**where.IN_PODIUM)
 async def train_step(job: str, base: Dir, step: int, version: int, state: Dir, batches: Dir) -> tuple[str, Dir, Dir]:
     """One optimizer step from `state`; its update makes `version`."""
     with final_if_named():
@@ -67,7 +65,7 @@ async def train_step(job: str, base: Dir, step: int, version: int, state: Dir, b
         return _reply(after, result=result_to_plain(result))
 
 
-@where.trainer_environment.task(**ONE)
+@where.trainer_environment.task(**where.IN_PODIUM)
 async def describe_state(job: str, base: Dir, step: int, version: int, state: Dir) -> tuple[str, Dir, Dir]:
     """The published weights of a state that was restored."""
     with final_if_named():
@@ -75,7 +73,7 @@ async def describe_state(job: str, base: Dir, step: int, version: int, state: Di
         return _reply(await learner.describe(state, step, version))
 
 
-@where.trainer_environment.task(**ONE)
+@where.trainer_environment.task(**where.IN_PODIUM)
 async def save_model(job: str, base: Dir, step: int, state: Dir) -> Dir:
     """What a user takes away: an adapter folder or a model folder."""
     with final_if_named():
@@ -83,7 +81,7 @@ async def save_model(job: str, base: Dir, step: int, state: Dir) -> Dir:
         return await learner.save(state)
 
 
-@where.driver_environment.task(retries=where.RETRIES, cache="auto")
+@where.driver_environment.task(cache="auto", **where.IN_PODIUM)
 async def fetch_model(name: str) -> Dir:
     """A model of the hub, fetched once for all containers and runs."""
     from huggingface_hub import snapshot_download

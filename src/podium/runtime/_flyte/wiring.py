@@ -5,18 +5,22 @@ The driver reads the data and holds the ledger, the reports and the checkpoints;
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
+from podium.data._order import OrderedData
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
-from podium.model.load import Reader, load_reader
+from podium.model.load import load_reader
+from podium.records import Plan
 from podium.report._card import run_card
 from podium.report._fanout import Reports
 from podium.report._pieces import Pieces, piece_decoder
 from podium.report.page import Page
+from podium.reward._scoring import Scoring
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -35,13 +39,15 @@ from podium.runtime._flyte import tasks
 from podium.runtime._flyte.driver import Driving
 from podium.runtime._flyte.job import Job
 from podium.runtime._flyte.live_report import LiveReport
+from podium.runtime._flyte.replica import with_base
+from podium.runtime._flyte.sdk import Dir
 from podium.runtime._flyte.stages import (
     Engines,
     RemoteCheckpoint,
     RemoteRollout,
-    RemoteSync,
     RemoteTrainer,
     Sender,
+    Stored,
     remote_score,
     step_of_reply,
 )
@@ -54,6 +60,36 @@ from podium.settings import Settings
 from podium.stages import Stages
 
 
+@dataclass(frozen=True)
+class Read:
+    """What the driver knows before a model is loaded anywhere."""
+
+    reader: Any
+    data: OrderedData
+    held_out: OrderedData | None
+    scoring: Scoring
+    plan: Plan
+    job: Job
+
+
+def read(settings: Settings, folder: RunFolder, base: Dir) -> Read:
+    """Checks the settings and reads the data, as runtime/local.py does."""
+    check_rewards(settings)
+    check_start(settings)
+    check_reports(settings)
+    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
+    reader: Any = load_reader(asyncio.run(with_base(settings, base)).model)
+    data = build_data(settings, rows, reader, settings.plan)
+    plan = replace(settings.plan, steps=data.num_steps)
+    held_out = build_data(settings, held_out_rows, reader, plan) if held_out_rows else None
+    every = [data, *([held_out] if held_out else [])]
+    scoring = build_scoring(settings, every)
+    check_retirement(settings, scoring, data)
+    choices = tuple(sorted({names for source in every for names in source.reward_choices}))
+    job = Job(folder.run_id, settings, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), choices)
+    return Read(reader, data, held_out, scoring, plan, job)
+
+
 def wire(
     driving: Driving,
     settings: Settings,
@@ -64,45 +100,32 @@ def wire(
     replicas: int,
     prompts_per_task: int | None,
 ) -> Wired:
-    """As runtime/local.py; `replicas` are the most rollout containers."""
-    check_rewards(settings)
-    check_start(settings)
-    check_reports(settings)
-    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
-    reader: Any = load_reader(settings.model)
-    data = build_data(settings, rows, reader, settings.plan)
-    plan = replace(settings.plan, steps=data.num_steps)
-    held_out = build_data(settings, held_out_rows, reader, plan) if held_out_rows else None
-    every_data = [data, *([held_out] if held_out else [])]
-    scoring = build_scoring(settings, every_data)
-    check_retirement(settings, scoring, data)
-    choices = sorted({names for source in every_data for names in source.reward_choices})
-    job = Job(folder.run_id, settings, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), tuple(choices))
-    sender, engines = Sender(job.to_text(), driving.base, folder), Engines()
+    """`replicas` are the most rollout containers."""
+    known = read(settings, folder, driving.base)
+    data, held_out, plan = known.data, known.held_out, known.plan
+    sender, engines = Sender(known.job.to_text(), driving.base, folder), Engines()
     start, told = step_of_reply(asyncio.run(sender.send(tasks.open_trainer, {}, base=driving.base)))
     memory = MemoryPlan(**told["memory"])
     check_space(settings, folder, memory)
     trainer = driving.trainer = RemoteTrainer(sender, start, plan)
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
-    reports = _reports(settings, folder, ledger, console_mode, reader, plan.steps, memory)
-    checkpoint, keep = _checkpoint(driving, settings, folder, trainer, ledger, data.fingerprint, step)
+    reports = _reports(settings, folder, ledger, console_mode, known, memory)
     score = remote_score(sender)
+    write = partial(RemoteRollout, sender, engines, replicas)
     stages = Stages(
         data=data,
-        rollout=LoggedRollout(
-            RemoteRollout(sender, engines, "train", plan.rollouts_per_prompt, prompts_per_task, replicas), folder
-        ),
-        reward=scoring.scored_by(score),
+        rollout=LoggedRollout(write("train", plan.rollouts_per_prompt, prompts_per_task), folder),
+        reward=known.scoring.scored_by(score),
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
         pack=build_pack(settings, memory),
         trainer=cast(Any, LoggedTrainer(cast(Any, trainer), folder)),
-        sync=cast(Any, LoggedSync(RemoteSync(trainer, engines), cast(Any, engines), folder)),
-        checkpoint=cast(Any, RemoteCheckpoint(checkpoint, trainer, keep)),
+        sync=cast(Any, LoggedSync(Stored(trainer, engines), cast(Any, engines), folder)),
+        checkpoint=_checkpoint(driving, settings, folder, trainer, ledger, data.fingerprint, step),
         report=reports,
         evaluation=HeldOut(
-            RemoteRollout(sender, engines, "eval", settings.eval.n, None, replicas),
-            scoring.for_evaluation().scored_by(score),
+            write("eval", settings.eval.n),
+            known.scoring.for_evaluation().scored_by(score),
             held_out.in_order() if held_out else [],
             lambda state: data.end(state) is not None,
             settings.eval.every,
@@ -118,19 +141,14 @@ def wire(
 
 
 def _reports(
-    settings: Settings,
-    folder: RunFolder,
-    ledger: Ledger,
-    console_mode: str | None,
-    reader: Reader,
-    steps: int,
-    memory: MemoryPlan,
+    settings: Settings, folder: RunFolder, ledger: Ledger, console_mode: str | None, known: Read, memory: MemoryPlan
 ) -> Reports:
     """The settings' and, in the place of the page, the page that Flyte shows too."""
-    made = build_reports(settings, folder, ledger, console_mode, Pieces(folder.tokens, piece_decoder(reader.tokenizer)))
+    pieces = Pieces(folder.tokens, piece_decoder(known.reader.tokenizer))
+    made = build_reports(settings, folder, ledger, console_mode, pieces)
     pages = [choice.options for choice in settings.report if choice.name == "page"]
     every = [*(report for report in made if not isinstance(report, Page)), LiveReport(folder, **(pages or [{}])[0])]
-    card = run_card(settings.to_dict(), folder.path, steps)
+    card = run_card(settings.to_dict(), folder.path, known.plan.steps)
     return Reports(every, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
 
 
@@ -142,8 +160,8 @@ def _checkpoint(
     ledger: Ledger,
     data_fingerprint: str,
     step: int | None,
-) -> tuple[FolderCheckpoint, Callable[[int], None]]:
-    """The run's own checkpoints, each kept by the driver's store as well; and what keeps that of a step."""
+) -> Any:
+    """The run's own checkpoints, each kept by the driver's store as well."""
     own = checkpoint_hooks(settings, folder, lambda: None)  # the trainer's tasks have loaded what the run starts from
 
     def committed(place: Path, step: int) -> None:
@@ -153,4 +171,4 @@ def _checkpoint(
     wiring: Any = (folder, trainer, ledger, data_fingerprint, settings.to_toml())
     given, hooks = settings.checkpoint, replace(own, committed=committed)
     checkpoint = FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)
-    return checkpoint, lambda step: driving.store.save(folder, folder.checkpoints / f"step-{step:06d}")
+    return RemoteCheckpoint(checkpoint, trainer, lambda place: driving.store.save(folder, place))
