@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from podium.run_folder import RunFolder
 from podium.runtime._flyte import environments as where
@@ -22,15 +21,13 @@ from podium.runtime._flyte.tasks import fetch_model, final_if_named
 from podium.settings import Settings
 
 
-@dataclass
+@dataclass(frozen=True)
 class Driving:
     """What a runtime that is built inside the driver's task finds there."""
 
     base: Dir
     """The base model; empty where its name says enough."""
     store: Store
-    trainer: Any = None
-    """Once it is built."""
 
 
 _current: ContextVar[Driving | None] = ContextVar("driving", default=None)
@@ -52,7 +49,7 @@ def _as_current(given: Driving) -> Iterator[Driving]:
 
 @where.driver_environment.task(report=True, **where.IN_PODIUM)
 def drive(job: str, base: Dir) -> tuple[str, Dir, Dir]:
-    """The summary of the run, the trained model or adapter, and the run's history where that is not at hand."""
+    """The summary of the run, the trained model or adapter, and the run's history: what pages are made of."""
     from podium.run import resume, train
 
     told = json.loads(job)
@@ -68,18 +65,19 @@ def drive(job: str, base: Dir) -> tuple[str, Dir, Dir]:
             else:
                 others = {key: told[key] for key in ("step", "allow_change", "console_mode")}
                 summary = resume(settings, RunFolder.open(folder.path), **others)
-        model = now.trainer.model or Dir.empty()
-        history = asyncio.run(_history(folder)) if flyte.ctx().is_in_cluster() else Dir.empty()
-        return json.dumps(asdict(summary)), model, history
+        model = [file for file in folder.final.rglob("*") if file.is_file()]
+        return json.dumps(asdict(summary)), _kept(folder.final, model), _kept(folder.path, history_files(folder))
 
 
-async def _history(folder: RunFolder) -> Dir:
-    """What `podium report` and people read, for the machine that the command was given on."""
+def _kept(folder: Path, files: list[Path]) -> Dir:
+    """These files of a folder where they outlive the driver's container; in local mode they are where they were."""
+    if not flyte.ctx().is_in_cluster():
+        return Dir(path=str(folder.absolute()))
 
     def copy(place: Path) -> None:
-        for file in history_files(folder):
-            target = place / file.relative_to(folder.path)
+        for file in files:
+            target = place / file.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
 
-    return await stored("run", copy)
+    return asyncio.run(stored(folder.name, copy))

@@ -82,13 +82,12 @@ def configure(
     _set(reward_environment, reusable=_warm((1, 4)) if "reward" in warm else None)
     token = flyte.Secret(key=hub_token_from, as_env_var="HF_TOKEN") if hub_token_from else None
     for environment in EVERY:
-        _set(environment, image=image or IMAGE, secrets=token)
+        _set(environment, image=flyte.Image.from_base(image) if image else IMAGE, secrets=token)
 
 
 def include(files: Sequence[str]) -> None:
-    """Files beside the code that go to the containers that read data or run rewards."""
-    for environment in (driver_environment, reward_environment):
-        _set(environment, include=tuple(str(Path(file).absolute()) for file in files))
+    """Files of this machine that go along with the driver, which hands them on to its tasks."""
+    driver_environment.include = tuple(str(Path(file).absolute()) for file in files)
 
 
 def _warm(replicas: tuple[int, int]) -> flyte.ReusePolicy:

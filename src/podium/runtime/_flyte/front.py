@@ -18,9 +18,7 @@ from podium.errors import InputError
 from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._signals import StopSignal
-from podium.settings import Settings
-
-CONFIGURE = "make one by `flyte create config`, or set runtime.mode = 'local'"
+from podium.settings import CHOICES, Settings
 
 
 def check_installed() -> None:
@@ -72,7 +70,7 @@ def _tidy(folder: RunFolder) -> None:
 def run_on_cluster(job: dict[str, Any]) -> dict[str, Any]:
     """Sends the driver's task to the cluster and waits; whoever stops waiting does not stop the run."""
     from podium.runtime._flyte.driver import drive
-    from podium.runtime._flyte.sdk import errors
+    from podium.runtime._flyte.sdk import errors, flyte
     from podium.runtime._flyte.stages import as_podium_error
 
     settings = Settings.from_dict(job["settings"])
@@ -81,31 +79,34 @@ def run_on_cluster(job: dict[str, Any]) -> dict[str, Any]:
             "a run on a cluster is taken up again by Flyte itself, whenever its driver is lost; `podium resume` is for "
             "runs of this machine"
         )
+    runner, base, fetch = prepare_cluster(settings)
+    if not flyte.is_control_plane_available():
+        raise InputError(
+            "no Flyte cluster is configured: make a configuration by `flyte create config`, or set runtime.mode = 'local'"
+        )
     try:
-        runner, base, fetch = prepare_cluster(settings)
         run = runner.run(drive, job=json.dumps({**job, "fetch": fetch}), base=base)
         to_terminal(f"the run is on the cluster: {run.url}\nit goes on there if you stop this command")
         run.wait()
         summary, model, history = run.outputs()
-    except errors.InitializationError as error:
-        raise InputError(f"no Flyte cluster is configured ({error}): {CONFIGURE}") from error
     except errors.BaseRuntimeError as error:
         raise as_podium_error(error, "drive") from error
     folder = RunFolder(Path(settings.run.folder or ""))
+    told = json.loads(summary)
     history.download_sync(folder.path)
-    if not model.is_empty:
+    if told["model"] is not None:
         model.download_sync(folder.final)
-    told = {"page": str(folder.page), "model": None if model.is_empty else str(folder.final)}
-    return {**json.loads(summary), "folder": str(folder.path), **told}
+    return {**told, "folder": str(folder.path), "page": str(folder.page), "model": told["model"] and str(folder.final)}
 
 
 def prepare_cluster(settings: Settings, **context: Any) -> tuple[Any, Any, str | None]:
     """What starts tasks there, the base model where it is a folder of this machine, and its name where the driver is to
     fetch it. `context` is for Flyte's run."""
     from podium.runtime._flyte.environments import configure, include
-    from podium.runtime._flyte.sdk import Dir, flyte
+    from podium.runtime._flyte.sdk import Dir, flyte, quietly
 
-    flyte.init_from_config(root_dir=Path.cwd())
+    with quietly():
+        flyte.init_from_config(root_dir=Path.cwd())
     options = settings.runtime.options
     gpus = (options["rollout_gpu"], options["trainer_gpu"])
     memory = (options["rollout_memory"], options["trainer_memory"])
@@ -128,7 +129,8 @@ def _files(settings: Settings) -> list[str]:
         if getattr(settings.checkpoint, key) is not None:
             raise InputError(f"checkpoint.{key} names a folder of this machine, which the cluster does not have")
     named = [str(table.options["path"]) for table in (*settings.data, *settings.eval.data) if table.options.get("path")]
-    code = [*(reward.name for reward in settings.reward), settings.filter.accept or ""]
+    chosen = [*(getattr(settings, section) for section in CHOICES), *settings.reward, *settings.report]
+    code = [*(choice.name for choice in chosen), settings.filter.accept or ""]
     named += [_source(name.rpartition(":")[0]) for name in code if ":" in name]
     files = [name for name in named if Path(name).exists()]
     for name in files:

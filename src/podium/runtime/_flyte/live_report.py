@@ -17,9 +17,10 @@ class LiveReport(Page):
         page = self._folder.page.read_text(encoding="utf-8")
         report.current_report().get_tab("main").replace(FRAME.format(page=html.escape(page)))
         try:
-            sending = asyncio.ensure_future(report.flush.aio(), loop=asyncio.get_running_loop())
-        except RuntimeError:  # before the loop or after it
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # the loop is over
             with suppress(Exception):  # a report that cannot be shown stops no run
                 report.flush()
-        else:
-            sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return
+        sending = asyncio.ensure_future(report.flush.aio(), loop=loop)
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())

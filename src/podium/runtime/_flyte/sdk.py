@@ -2,10 +2,20 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Around calls that import more of the SDK."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
 
 _excepthook = sys.excepthook
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with quietly():
     import flyte as flyte
     import flyte.errors as errors
     import flyte.report as report
@@ -13,4 +23,4 @@ with warnings.catch_warnings():
     from flyte.io import Dir as Dir
 sys.excepthook = _excepthook
 
-__all__ = ["Dir", "errors", "flyte", "report", "storage"]
+__all__ = ["Dir", "errors", "flyte", "quietly", "report", "storage"]

@@ -190,8 +190,6 @@ class RemoteTrainer:
         self._num_weights = max(1, plan.sync_every) + plan.max_lag + 2
         """Published weights that tasks under way may still ask for."""
         self._keeps_first = plan.sync_every == 0
-        self.model: Dir | None = None
-        """The trained model, once it is saved."""
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         await self._settle()
@@ -232,7 +230,6 @@ class RemoteTrainer:
         await self._settle()
         inputs = {"base": self._sender.base, "step": self._sender.step, "state": self._now.state}
         model: Dir = await self._sender.send(tasks.save_model, {}, **inputs)
-        self.model = model
         return await model.download()
 
     async def _settle(self) -> None:

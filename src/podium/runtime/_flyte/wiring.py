@@ -107,7 +107,7 @@ def wire(
     start, told = step_of_reply(asyncio.run(sender.send(tasks.open_trainer, {}, base=driving.base)))
     memory = MemoryPlan(**told["memory"])
     check_space(settings, folder, memory)
-    trainer = driving.trainer = RemoteTrainer(sender, start, plan)
+    trainer = RemoteTrainer(sender, start, plan)
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     reports = _reports(settings, folder, ledger, console_mode, known, memory)
     score = remote_score(sender)
