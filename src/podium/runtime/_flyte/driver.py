@@ -7,7 +7,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,10 +39,10 @@ def driving() -> Driving | None:
 
 
 @contextmanager
-def _as_current(given: Driving) -> Iterator[Driving]:
+def _as_current(given: Driving) -> Iterator[None]:
     token = _current.set(given)
     try:
-        yield given
+        yield
     finally:
         _current.reset(token)
 
@@ -58,8 +58,10 @@ def drive(job: str, base: Dir) -> tuple[str, Dir, Dir]:
     with final_if_named():
         if told["fetch"] is not None:
             base = asyncio.run(fetch_model(name=told["fetch"]))
-        with _as_current(Driving(base, Store(flyte.ctx().checkpoint))) as now:
-            is_restored = now.store.restore(folder)
+        kept = flyte.ctx().checkpoint_paths
+        store = Store(kept.checkpoint_path, kept.prev_checkpoint_path)
+        with closing(store), _as_current(Driving(base, store)):
+            is_restored = store.restore(folder)
             if told["folder"] is None and not is_restored:
                 summary = train(settings, console_mode=told["console_mode"])
             else:

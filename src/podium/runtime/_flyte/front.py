@@ -82,7 +82,8 @@ def run_on_cluster(job: dict[str, Any]) -> dict[str, Any]:
     runner, base, fetch = prepare_cluster(settings)
     if not flyte.is_control_plane_available():
         raise InputError(
-            "no Flyte cluster is configured: make a configuration by `flyte create config`, or set runtime.mode = 'local'"
+            "no Flyte cluster is configured: make a configuration by `flyte create config`, or set "
+            "runtime.mode = 'local'"
         )
     try:
         run = runner.run(drive, job=json.dumps({**job, "fetch": fetch}), base=base)

@@ -14,7 +14,7 @@ from typing import Any
 from podium.checkpoint_files import list_checkpoints, step_of
 from podium.errors import CheckpointError
 from podium.run_folder import OUTSIDE, RunFolder
-from podium.runtime._flyte.sdk import storage
+from podium.runtime._flyte.sdk import flyte, storage
 
 LEFT_OUT = {"lock", "checkpoints", "final", "weights", "stacks.txt", OUTSIDE}
 """What of a run folder is not history; of its checkpoints the newest is kept."""
@@ -28,10 +28,14 @@ def history_files(folder: RunFolder) -> list[Path]:
 
 
 class Store:
-    """`checkpoint` is Flyte's, of the driver's task."""
+    """`destination` and `source` are the driver's task's: where this attempt saves, and where the last one did."""
 
-    def __init__(self, checkpoint: Any) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, destination: str, source: str | None) -> None:
+        self._checkpoint: Any = flyte.Checkpoint(destination, source)
+
+    def close(self) -> None:
+        """Its scratch folder goes with the last reference to it."""
+        self._checkpoint = None
 
     def save(self, folder: RunFolder, newest: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
