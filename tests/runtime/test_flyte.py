@@ -136,6 +136,7 @@ def test_a_finished_run_leaves_no_states_or_weights_on_their_way(unbroken: Path)
     assert {path.name for path in (unbroken / "flyte" / "raw").iterdir()} == {"checkpoint"}
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_driver_goes_on_with_history_version_and_optimizer(unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = tmp_path / "settings.toml"
@@ -144,7 +145,7 @@ def test_a_killed_driver_goes_on_with_history_version_and_optimizer(unbroken: Pa
     log = (tmp_path / "log").open("w+")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*podium, "train", str(file), "--quiet"], stdout=log, stderr=log, env=environment)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (folder.exists() and events(folder, "committed", step=3)):
         assert process.poll() is None, (tmp_path / "log").read_text()
         assert time.monotonic() < deadline
@@ -153,7 +154,7 @@ def test_a_killed_driver_goes_on_with_history_version_and_optimizer(unbroken: Pa
     process.wait(timeout=60)
     log.close()
     done = subprocess.run(
-        [*podium, "resume", str(folder), "--quiet"], capture_output=True, text=True, timeout=120, env=environment
+        [*podium, "resume", str(folder), "--quiet"], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
     [restored] = events(folder, "restored")
