@@ -1,8 +1,9 @@
 """The documentation is true: its commands and code run as they stand, in their order, in an empty folder.
 
 In a page an HTML comment before a block says what is special about it: `file: NAME` writes it to that file, `skip:
-REASON` leaves it out, `needs: PACKAGE` leaves it out where that is not installed. Python blocks whose first line is a comment with a file's name are written there. TOML blocks
-that are no files are read as settings. Examples are there as in the repository's root.
+REASON` leaves it out, `needs: PACKAGE` leaves it out where that is not installed. Python blocks whose first line is a
+comment with a file's name are written there. TOML blocks that are no files are read as settings. Examples are there as
+in the repository's root.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The runtime that runs the stages as Flyte tasks, on a cluster or in this process.
 
-Rollouts in a warm pool of GPU containers, a reward task a group, optimizer steps on a GPU of their own, and the loop in a
-driver that holds no weights. The command starts the driver's task (`_flyte/front.py`); this function is called inside it.
+Rollouts in a warm pool of GPU containers, a reward task a group, optimizer steps on a GPU of their own, and the loop in
+a driver that holds no weights. The command starts the driver's task (`_flyte/front.py`); inside it this is called.
 """
 
 from collections.abc import Callable
