@@ -1,5 +1,6 @@
 """The runtime of Flyte tasks, in local mode: the same run as without it, task by task, through kills and retries."""
 
+import asyncio
 import html
 import importlib.util
 import json
@@ -29,7 +30,9 @@ from podium.errors import (
     SplitError,
     TokenMismatchError,
 )
-from podium.records import Group, Prompt
+from podium.model.handoff import publish
+from podium.model.load import load_policy
+from podium.records import Group, Prompt, RunState
 from podium.run import Summary, resume, train
 from podium.run_folder import RunFolder
 from podium.runtime._flyte import environments as where
@@ -40,6 +43,7 @@ from podium.runtime._flyte.job import groups_from_text, groups_to_text
 from podium.runtime._flyte.sdk import Dir, flyte
 from podium.runtime._flyte.stages import _asked_for
 from podium.runtime._flyte.store import Store
+from podium.runtime._flyte.wiring import read
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 from tests.builders import make_group, make_prompt, make_rollout
@@ -224,29 +228,52 @@ def test_a_run_with_a_broken_store_ends_and_changes_nothing(tmp_path: Path) -> N
 def test_tasks_that_are_executed_twice_count_once(
     unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each dies once when its work is done, after an update, so Flyte executes it again."""
-    executed = {"write": 0, "step": 0, "score": 0}
+    """Each dies once: rollouts and rewards when they are done, a step between its update and the storing of it."""
+    executed = {"write": 0, "score": 0, "_described": 0}
 
-    def dies_once(kind: type[Any], name: str) -> None:
+    def dies_once(kind: type[Any], name: str, before: bool = False) -> None:
         real = getattr(kind, name)
 
         async def call(self: Any, *given: Any) -> Any:
-            result = await real(self, *given)
             executed[name] += 1
-            if executed[name] == 2:
+            is_lost = executed[name] == 2
+            result = None if is_lost and before else await real(self, *given)
+            if is_lost:
                 raise ConnectionError("the container was lost")
             return result
 
         monkeypatch.setattr(kind, name, call)
 
     dies_once(replica.Writer, "write")
-    dies_once(replica.Learner, "step")
     dies_once(replica.Scoring, "score")
+    dies_once(replica.Learner, "_described", before=True)
     run(tmp_path / "run", WHOLE, run={"steps": 3})
-    assert executed == {"write": 4, "step": 4, "score": 3 * PROMPTS + 1}
+    assert executed == {"write": 3 + 1, "score": 3 * PROMPTS + 1, "_described": 1 + 3 + 1}
     assert rollouts(tmp_path / "run") == [each for each in rollouts(unbroken) if each[0] <= 3]
     ours = read_tensors(tmp_path / "run" / "checkpoints" / "step-000003")
     assert int(ours["num_steps"]) == 3
+
+
+def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_version(tmp_path: Path) -> None:
+    """A warm container holds version 1 of the last attempt; this one's must be read and proven as well."""
+    given = settings(tmp_path / "run", WHOLE)
+    known = read(given, "run", Dir.empty())
+    writer = replica.Writer(known.job)
+    policy, prompts = load_policy(given.model, seed=given.run.seed), known.data.draw(RunState(), 1)
+    places = [Dir(path=str(tmp_path / name)) for name in ("first", "second")]
+    for place in places:
+        publish(Path(place.path), policy, policy.named_weights(), 1)
+
+    async def write(place: Dir, logprobs: list[float]) -> list[Group]:
+        return await writer.write(prompts, "train", 1, place, logprobs)
+
+    right = asyncio.run(writer._engine.score(known.job.probe))
+    assert len(asyncio.run(write(places[0], right))[0].rollouts) == ROLLOUTS
+    wrong = [value - 1 for value in right]
+    asyncio.run(write(places[0], wrong))  # held and proven already
+    with pytest.raises(ParityError):
+        asyncio.run(write(places[1], wrong))
+    asyncio.run(write(places[1], right))  # what was not proven is read again
 
 
 def whole_group(prompt: Prompt) -> Group:

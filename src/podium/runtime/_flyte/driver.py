@@ -25,6 +25,8 @@ from podium.settings import Settings
 class Driving:
     """What a runtime that is built inside the driver's task finds there."""
 
+    run_id: str
+    """Flyte's name of the run: the same in every attempt."""
     base: Dir
     """The base model; empty where its name says enough."""
     store: Store
@@ -59,8 +61,9 @@ def drive(job: str, base: Dir) -> tuple[str, Dir, Dir]:
         if told["fetch"] is not None:
             base = asyncio.run(fetch_model(name=told["fetch"]))
         kept = flyte.ctx().checkpoint_paths
+        assert kept is not None and kept.checkpoint_path is not None, "every task has them"  # noqa: PT018
         store = Store(kept.checkpoint_path, kept.prev_checkpoint_path)
-        with closing(store), _as_current(Driving(base, store)):
+        with closing(store), _as_current(Driving(str(flyte.ctx().action.run_name), base, store)):
             is_restored = store.restore(folder)
             if told["folder"] is None and not is_restored:
                 summary = train(settings, console_mode=told["console_mode"])

@@ -97,6 +97,9 @@ class Writer:
         self._job = job
         self._policy = load_policy(job.settings.model, seed=job.settings.run.seed)
         self._engine = make_engine(job.settings, self._policy, snapshot=False)
+        self._weights: str | None = None
+        """Where the weights that it holds are stored. Their version does not tell: after a lost driver there may be
+        others of the same one."""
         self._turn = asyncio.Lock()
         """A container takes one task at a time; in local mode this is what makes it so."""
 
@@ -116,17 +119,15 @@ class Writer:
             return [group async for group in rollout.start(prompts)]
 
     async def _hold(self, version: int, weights: Dir, expected: Sequence[float]) -> None:
-        if self._engine.policy_version == version:
+        if self._weights == weights.path:
             return
+        self._weights = None
         root = Path(await weights.download())
         [folder] = [path for path in root.iterdir() if path.is_dir()]
         await self._engine.load_folder(folder, version)
         tolerance = parity_tolerance(self._job.settings, self._engine)
-        try:
-            await check_parity(_Said(expected), self._engine, self._job.probe, version, tolerance)  # type: ignore[arg-type]
-        except BaseException:
-            self._engine.policy_version = None  # not proven, so the next task loads it again
-            raise
+        await check_parity(_Said(expected), self._engine, self._job.probe, version, tolerance)  # type: ignore[arg-type]
+        self._weights = weights.path
 
     def close(self) -> None:
         self._engine.close()

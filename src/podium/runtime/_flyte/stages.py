@@ -65,7 +65,7 @@ def as_podium_error(error: errors.BaseRuntimeError, task: str) -> PodiumError:
     kind = getattr(podium.errors, error.code, None)
     if isinstance(kind, type) and issubclass(kind, PodiumError):
         return kind(str(error))
-    return EngineError(f"the task {task} failed in {RETRIES + 1} attempts: {error.code}: {error}")
+    return EngineError(f"the task {task} failed for good: {error.code}: {error}; LOG_LEVEL=error shows what Flyte says")
 
 
 class Engines:

@@ -72,7 +72,7 @@ class Read:
     job: Job
 
 
-def read(settings: Settings, folder: RunFolder, base: Dir) -> Read:
+def read(settings: Settings, run_id: str, base: Dir) -> Read:
     """Checks the settings and reads the data, as runtime/local.py does."""
     check_rewards(settings)
     check_start(settings)
@@ -86,7 +86,7 @@ def read(settings: Settings, folder: RunFolder, base: Dir) -> Read:
     scoring = build_scoring(settings, every)
     check_retirement(settings, scoring, data)
     choices = tuple(sorted({names for source in every for names in source.reward_choices}))
-    job = Job(folder.run_id, settings, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), choices)
+    job = Job(run_id, settings, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), choices)
     return Read(reader, data, held_out, scoring, plan, job)
 
 
@@ -101,7 +101,7 @@ def wire(
     prompts_per_task: int | None,
 ) -> Wired:
     """`replicas` are the most rollout containers."""
-    known = read(settings, folder, driving.base)
+    known = read(settings, driving.run_id, driving.base)
     data, held_out, plan = known.data, known.held_out, known.plan
     sender, engines = Sender(known.job.to_text(), driving.base, folder), Engines()
     start, told = step_of_reply(asyncio.run(sender.send(tasks.open_trainer, {}, base=driving.base)))
