@@ -1,8 +1,9 @@
 """The documentation is true: its commands and code run as they stand, in their order, in an empty folder.
 
 In a page an HTML comment before a block says what is special about it: `file: NAME` writes it to that file, `skip:
-REASON` leaves it out. Python blocks whose first line is a comment with a file's name are written there. TOML blocks
-that are no files are read as settings. Examples are there as in the repository's root.
+REASON` leaves it out, `needs: PACKAGE` leaves it out where that is not installed. Python blocks whose first line is a
+comment with a file's name are written there. TOML blocks that are no files are read as settings. Examples are there as
+in the repository's root.
 """
 
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,8 @@ def run_block(block: Block) -> None:
     if block.mark == "skip":
         assert len(block.value) > 10, "a block is left out without a reason"
         return
+    if block.mark == "needs" and find_spec(block.value) is None:
+        return
     file = block.value if block.mark == "file" else (FILE_COMMENT.match(block.text) or ("", ""))[1]
     if file:
         Path(file).write_text(block.text)
@@ -74,6 +78,7 @@ def run_command(line: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:unclosed file.*flyte/report/_template.html:ResourceWarning")  # Flyte's own
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_shows_works_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

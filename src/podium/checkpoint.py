@@ -140,6 +140,9 @@ class FolderCheckpoint:
             ) from None
         flush(self._folder.path)
 
+    def place_of(self, step: int) -> Path:
+        return self._folder.checkpoints / f"step-{step:06d}"
+
     async def _begin(self, state: RunState) -> None:
         """Copies what a commit needs and lets it be written beside the training; a run at step 0 has nothing to keep.
 
@@ -168,7 +171,7 @@ class FolderCheckpoint:
 
     def _write(self, step: int, tensors: Mapping[str, Any], saved: Mapping[str, Any], ledger_files: list[Path]) -> None:
         started = time.monotonic()
-        place = self._folder.checkpoints / f"step-{step:06d}"
+        place = self.place_of(step)
         _refuse_not_finite(tensors, step)
         try:
             size = write_checkpoint(place, tensors, saved, self._settings, ledger_files)
@@ -198,7 +201,7 @@ class FolderCheckpoint:
         """The checkpoint to go on from; None only if there has never been one."""
         every = list_checkpoints(self._folder.checkpoints)
         if self._wanted_step is not None:
-            place = self._folder.checkpoints / f"step-{self._wanted_step:06d}"
+            place = self.place_of(self._wanted_step)
             if place not in every:
                 raise InputError(
                     f"no checkpoint of step {self._wanted_step}; there are: "

@@ -69,6 +69,11 @@ CLASSES: dict[str, Class] = {
     "eval": "free",
     "report": "free",
     "runtime": "warn",
+    "runtime.warm": "free",
+    "runtime.rollout_memory": "free",
+    "runtime.trainer_memory": "free",
+    "runtime.image": "free",
+    "runtime.hub_token_from": "free",
 }
 """Setting → class. A section's own name stands for the settings of it that are not listed: the options of a choice,
 which are that file's business, and tables within a table."""

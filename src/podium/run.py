@@ -7,9 +7,10 @@ import asyncio
 import errno
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,7 +33,8 @@ from podium.runtime._build import (
 )
 from podium.runtime._core import check_ranks
 from podium.runtime._engine import hand_over, make_engine, make_rollout
-from podium.runtime._launch import is_rank, launch
+from podium.runtime._launch import is_rank
+from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
 
@@ -75,11 +77,13 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
+    _launcher(settings)  # refuses what cannot be, before an engine is chosen by trying both
     settings, choice = choose_engine(settings)
     if choice:
         print(choice, file=sys.stderr, flush=True)
-    if ranks := _ranks_to_launch(settings):
-        return _launched(settings, ranks, folder=None, step=None, console_mode=console_mode)
+    if launch := _launcher(settings):
+        job = {"folder": None, "step": None, "allow_change": []}
+        return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     with StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         folder.create()
@@ -100,9 +104,9 @@ def resume(
 
     Those that make it another run may only differ where `allow_change` names them.
     """
-    if ranks := _ranks_to_launch(settings):
+    if launch := _launcher(settings):
         job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
-        return _launched(settings, ranks, console_mode=console_mode, **job)
+        return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     folder.allowed_changes = tuple(allow_change)
     folder.lock()
     try:
@@ -142,15 +146,18 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
         return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 
-def _ranks_to_launch(settings: Settings) -> int:
-    """How many processes this run needs; 0 where this one is enough, or is one of them already."""
+def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """What has this job run elsewhere and gives back its summary; None where this process is the one to run it.
+
+    A runtime with a `launcher(settings)` says itself; `runtime.ranks` starts more processes like this one.
+    """
+    if launcher := getattr(find("runtime", settings.runtime.name), "launcher", None):
+        return launcher(settings)
     ranks = settings.runtime.options.get("ranks", 1)
-    return 0 if ranks == 1 or is_rank() else ranks
-
-
-def _launched(settings: Settings, ranks: int, **job: Any) -> Summary:
+    if ranks == 1 or is_rank():
+        return None
     check_ranks(settings, ranks)
-    return Summary(**launch({"settings": settings.to_dict(), **job}, ranks))
+    return partial(launch_ranks, ranks=ranks)
 
 
 def _new_path(name: str) -> Path:

@@ -1,7 +1,7 @@
 """A run is a folder: its files by name, its lock and its status.
 
 settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
-rollouts/  evals/  checkpoints/  final/
+rollouts/  evals/  checkpoints/  final/  flyte/
 """
 
 import fcntl
@@ -18,6 +18,9 @@ from typing import Any
 
 from podium.errors import InputError
 
+OUTSIDE = "flyte"
+"""What may lie in the folder before the run begins: the store of a runtime that is started around it."""
+
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
@@ -31,6 +34,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.page = path / "report.html"
+        self.outside = path / OUTSIDE
         self.stacks = path / "stacks.txt"
         self._status = path / "status.json"
         self._restarts = path / "restarts.json"
@@ -42,7 +46,7 @@ class RunFolder:
         """A new run needs a folder that holds nothing, so that nothing is ever overwritten."""
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"run.folder = {str(self.path)!r} is a file; give a new folder")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - {OUTSIDE}:
             raise InputError(f"run.folder = {str(self.path)!r} {self._what_it_holds()}")
 
     def create(self) -> None:
@@ -52,7 +56,7 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"run.folder = {str(self.path)!r} cannot be made: {error.strerror}") from None
         self.lock()
-        if [entry.name for entry in self.path.iterdir()] != ["lock"]:  # another run was quicker
+        if {entry.name for entry in self.path.iterdir()} - {OUTSIDE} != {"lock"}:  # another run was quicker
             self.unlock()
             self.refuse_if_used()
 

@@ -65,6 +65,12 @@ def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     assert_it_goes_on_bit_for_bit(name, "cpu")
 
 
+def test_a_state_from_before_the_first_step_takes_the_moments_of_later_ones_away() -> None:
+    optimizer, parameters = walk("adamw", 2)
+    load_optimizer_state(optimizer, parameters, {})
+    assert dict(optimizer_state(optimizer, parameters)) == {}
+
+
 @needs_bitsandbytes
 def test_the_first_step_is_that_of_adamw() -> None:
     """The state is rounded after a step, not before it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
@@ -103,6 +103,26 @@ class Policy:
                 yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
 
 
+@dataclass(frozen=True)
+class Reader:
+    """What rendering prompts needs of a model: for a process that samples and trains nothing itself."""
+
+    tokenizer: Any
+    max_context_tokens: int
+
+
+def load_reader(settings: Any) -> Reader:
+    """`settings` is the `[model]` section; no weights are read."""
+    source = model_folder(settings.name)
+
+    def load() -> Reader:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+        return Reader(tokenizer, _max_context_tokens(config))
+
+    return _loading(settings.name, load)
+
+
 def refuse_other_weights(saved: Mapping[str, torch.Size], mine: Mapping[str, torch.Size]) -> None:
     """Shapes by name: a checkpoint's and a model's."""
     if saved != mine:
@@ -131,7 +151,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         tokenizer=tokenizer,
         peft=peft,
         stop_ids=_stop_ids(model, tokenizer),
-        max_context_tokens=int(getattr(model.config, "max_position_embeddings", 4096)),
+        max_context_tokens=_max_context_tokens(model.config),
         device=device,
         source=str(source),
     )
@@ -238,6 +258,10 @@ def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+
+
+def _max_context_tokens(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", 4096))
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ MAX_EVENTS = 60
 ROUTINE = ("sampling", "group", "training", "trained", "pushed", "committing", "committed")
 """Events of every step; only the last of them are kept, for the timeline."""
 MAX_MOMENTS = 300
+LEFT_OUT = ("task", "task_done")
+"""Events of every call of a runtime, which would crowd out the others."""
 
 
 class GrowingFile:
@@ -80,7 +82,8 @@ class RunReader:
             self._events.clear()
             self._moments.clear()
         for event in events:
-            (self._moments if event.get("event") in ROUTINE else self._events).append(event)
+            if (kind := event.get("event")) not in LEFT_OUT:
+                (self._moments if kind in ROUTINE else self._events).append(event)
 
     def data(self) -> dict[str, Any]:
         """All that one page draws, after `refresh`."""

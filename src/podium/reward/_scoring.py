@@ -7,12 +7,14 @@ number for a rollout that was cut at its longest.
 """
 
 import asyncio
+import copy
 import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from podium.errors import RewardFailedError
 from podium.records import Group
@@ -46,11 +48,18 @@ class Scoring:
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
         self._non_stop_penalty, self._scale, self._remap = non_stop_penalty, scale, remap or {}
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
+        self._score_one: Callable[[Group], Coroutine[Any, Any, Group]] = self.score
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
         limits = (sys.maxsize, self._max_failed_share, self._non_stop_penalty)
         return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap)
+
+    def scored_by(self, score: Callable[[Group], Coroutine[Any, Any, Group]]) -> "Scoring":
+        """The same stage with each group scored elsewhere, by `Scoring.score` there."""
+        other = copy.copy(self)
+        other._score_one = score
+        return other
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -77,7 +86,7 @@ class Scoring:
         pending: deque[asyncio.Task[Group]] = deque()
         step = list(after)
         async for group in groups:
-            task = asyncio.create_task(self.score(group))
+            task = asyncio.create_task(self._score_one(group))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else each breach prints itself
             pending.append(task)
             while pending and pending[0].done():

@@ -56,13 +56,13 @@ def build_checkpoint(
     """`step` names the checkpoint to go on from."""
     if settings.run.sync_every == 0:
         load_start(settings, policy, trainer)  # the engine is given them before a checkpoint is restored
-    hooks = _hooks(settings, folder, lambda: load_start(settings, policy, trainer))
+    hooks = checkpoint_hooks(settings, folder, lambda: load_start(settings, policy, trainer))
     given = settings.checkpoint
     wiring = (folder, trainer, ledger, data.fingerprint, settings.to_toml())
     return FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)
 
 
-def _hooks(settings: Settings, folder: RunFolder, begin: Callable[[], None]) -> Hooks:
+def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], None]) -> Hooks:
     """`begin` gives the trainer the weights that a new run starts from."""
     command = settings.checkpoint.on_checkpoint
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,17 @@ START_LIMIT = timedelta(minutes=10)
 def is_rank() -> bool:
     """Whether this process was started by torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launched_by(launcher: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Marks a runtime whose loop runs elsewhere than in the user's command: `launcher(settings)` gives what starts it
+    there, or None where this is that place."""
+
+    def mark(runtime: Any) -> Any:
+        runtime.launcher = launcher
+        return runtime
+
+    return mark
 
 
 def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:

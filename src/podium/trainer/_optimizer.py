@@ -91,6 +91,7 @@ def load_optimizer_state(
         slots = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if slots and first_moment not in slots:
             raise CheckpointError("the checkpoint holds another optimizer's state; set trainer.optimizer as it was")
+        optimizer.state.pop(parameter, None)  # of an optimizer that has stepped; the saved one may not have
         if slots:
             optimizer.state[parameter] = {
                 slot: int(value)
