@@ -138,7 +138,8 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
 def _ranks_to_launch(settings: Settings) -> int:
     """How many processes this run needs; 0 where this one is enough, or is one of them already."""
     ranks = settings.runtime.options.get("ranks", 1)
-    return 0 if ranks == 1 or is_rank() else ranks
+    has_own = getattr(find("runtime", settings.runtime.name), "starts_ranks", False)
+    return 0 if ranks == 1 or has_own or is_rank() else ranks
 
 
 def _launched(settings: Settings, ranks: int, **job: Any) -> Summary:
@@ -205,6 +206,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         wired.stages.reward.close()
         wired.engine.close()
         wired.stages.sync.close()
+        wired.end()
         folder.unlock()
 
 

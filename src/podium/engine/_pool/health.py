@@ -29,20 +29,16 @@ class Pulse:
     """How long a member may be silent."""
 
     frozen_s: float
-    stalled_s: float
+    stalled_s: float | None
+    """None: it writes no tokens."""
 
 
 async def lost(member: Member, pulse: Pulse) -> str:
     """Waits until the member is lost and says why."""
-    watchers = {
-        asyncio.ensure_future(watching)
-        for watching in (
-            member.worker.exited(),
-            frozen(member.worker, pulse.frozen_s),
-            stalled(member, pulse.stalled_s),
-            asyncio.shield(member.fault),
-        )
-    }
+    signs = [member.worker.exited(), frozen(member.worker, pulse.frozen_s), asyncio.shield(member.fault)]
+    if pulse.stalled_s is not None:
+        signs.append(stalled(member, pulse.stalled_s))
+    watchers = {asyncio.ensure_future(sign) for sign in signs}
     try:
         done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
