@@ -30,6 +30,14 @@ class RankError(PodiumError):
     """Another rank of the same optimizer step failed."""
 
 
+class TrainerLostError(PodiumError):
+    """The process that trains is gone; what was committed is not, and a resume goes on from there."""
+
+
+class ProvisionError(PodiumError):
+    """Processes or machines that a run needs could not be had; every one of them is listed."""
+
+
 class StalledError(PodiumError):
     """Many steps in a row changed nothing."""
 
