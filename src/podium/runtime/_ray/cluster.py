@@ -7,11 +7,15 @@ is no dashboard.
 import logging
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,12 @@ from podium.errors import InputError, ProvisionError
 from podium.runtime._ray.tenant import Place
 
 LINGER_S = 300.0
-CLEANER = 'read -r line; sleep 3; rm -rf "$1"'
+CLEANER = 'read -r line; for _ in 1 2 3; do sleep 1; rm -rf "$1"; done'
+"""Its input ends when this process does; Ray's end a moment later."""
 CLOSE_S = 20.0
+KNOCK_S = 10.0
+LONGEST_PLACE = 24
+"""Bytes of a folder's path under which Ray's sockets still have names that the kernel takes."""
 
 
 class Cluster:
@@ -48,12 +56,15 @@ class Cluster:
         self.place = Place(os.getcwd(), tuple(sys.path), scratch, lingers)
 
     def _start(self, num_cpus: float, shared: dict[str, Any]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="podium-ray-", dir="/tmp"))  # 0700; sockets want short paths
+        place = tempfile.gettempdir()
+        place = place if len(os.fsencode(place)) <= LONGEST_PLACE else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="podium-ray-", dir=place))  # 0700
         self._cleaner = subprocess.Popen(
             ["/bin/sh", "-c", CLEANER, "sh", str(self._folder)], stdin=subprocess.PIPE, start_new_session=True
         )
         cpus = max(len(os.sched_getaffinity(0)), int(num_cpus + 0.999))
-        ray.init(num_cpus=cpus, include_dashboard=False, _temp_dir=str(self._folder), **shared)
+        with _own_signals():
+            ray.init(num_cpus=cpus, include_dashboard=False, _temp_dir=str(self._folder), **shared)
 
     @property
     def num_gpus(self) -> float:
@@ -100,18 +111,39 @@ class Cluster:
 
 def _connect(address: str, shared: dict[str, Any]) -> None:
     try:
-        ray.init(address=address, **shared)
+        _knock(address)
+        with _own_signals():
+            ray.init(address=address, **shared)
     except AuthenticationError:
         raise InputError(
             f"runtime.address = {address!r}: the cluster does not take the token; set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on its nodes"
         ) from None
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [""])[0][:300]
         raise InputError(
             f"runtime.address = {address!r}: no Ray cluster of this version answers there ({reason}); start one with "
             "`ray start --head`, or leave the address out"
         ) from None
+
+
+def _knock(address: str) -> None:
+    """Ray would try for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray would have SIGTERM end this process at once; a run ends at its next safe point."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _remove(folder: Path) -> None:

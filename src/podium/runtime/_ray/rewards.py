@@ -17,8 +17,8 @@ from podium.runtime._ray.calls import named
 from podium.runtime._ray.limits import Limits
 from podium.runtime._rewards import ScoringRecipe
 
-MAX_REDISPATCHES = 2
-"""A group that takes a third worker down is not sent again: its rewards abstain."""
+MAX_REDISPATCHES = 5
+"""A group that takes one worker more down is not sent again: its rewards abstain."""
 GROUP_S = 3600.0
 GROUPS_AT_ONCE = 4
 """Per worker: rewards that wait, for a judge or a sandbox, do not keep the others of a worker waiting."""
@@ -67,7 +67,6 @@ class RewardActors:
             member = await self._members.acquire(1)
             worker: Any = member.worker
             told = {"ordinal": group.prompt.ordinal, "worker": member.name, "pid": worker.pid}
-            self._on_event("scoring", **told)
             started = time.monotonic()
             try:
                 scored = await member.attempt(worker.score(group), GROUP_S)

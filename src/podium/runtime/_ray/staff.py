@@ -5,6 +5,7 @@ outlive their driver for a while: one that takes the run up again finds them, wi
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ class Staff:
         memory = all_of(calls, self._limits.start_s)["trainer-1"]
         for actor in trainers.started[1:]:
             actor.follow.remote()
-        self.rewards = RewardActors(rewards, recipe, self._limits, self._folder.event)
+        self.rewards = RewardActors(rewards, recipe, self._limits, self._tell)
         return memory
 
     def close(self) -> None:
@@ -121,6 +122,10 @@ class Staff:
             raise as_one(problems, len(self._kinds), "kinds of workers have no place")
         return self._kinds
 
+    def _tell(self, kind: str, **details: Any) -> None:
+        with suppress(OSError):  # a full disk is found out by whoever writes what cannot be missed
+            self._folder.event(kind, **details)
+
     def _wait_for(self, kind: Actors) -> None:
         self._cluster.wait_for(kind.group, self._limits.start_s)
 
@@ -149,12 +154,12 @@ class Staff:
         name, replicas = self._settings.engine.name, self._needs.rollout_workers
 
         def began() -> None:
-            self._folder.event("trainer_started", pid=about.pid, node=about.node, ranks=self._needs.ranks)
+            self._tell("trainer_started", pid=about.pid, node=about.node, ranks=self._needs.ranks)
             if returned:
-                self._folder.event("reattached", **returned)
+                self._tell("reattached", **returned)
 
         self.engine = RolloutWorkers(rollouts, name, dtype, replicas, self._limits, began)
-        self.engine.in_flight, self.engine.on_event = self._settings.run.in_flight, self._folder.event
+        self.engine.in_flight, self.engine.on_event = self._settings.run.in_flight, self._tell
 
 
 def _check_tokenizers(tokenizer: Any, said: Mapping[str, Mapping[str, Any]]) -> None:
