@@ -35,6 +35,8 @@ KILLS = 20
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "settings.toml"
 LOCAL = SETTINGS.replace('[engine]\nname = "pool"\n', "")
 WORKERS = ("--runtime.name=ray", "--runtime.rollout_workers=2", "--runtime.reward_workers=2")
+START_S = 240
+"""For a driver and its workers to start; a tenth of it on a machine with nothing else to do."""
 PROMPTS, ROLLOUTS = 8, 4
 """Of a step."""
 
@@ -186,7 +188,7 @@ def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
     choice, kills = random.Random(0), []
     flags = (*WORKERS, f"--runtime.address={address}", "--runtime.frozen_s=3")
     with a_run(tmp_path / "killed", *flags, settings=LOCAL) as run:
-        run.until(lambda: run.num_steps() > 0, 120)
+        run.until(lambda: run.num_steps() > 0, START_S)
         namespace = f"podium-{RunFolder(run.folder).run_id}"
         os.kill(frozen := pids(run, "rollout")[0], signal.SIGSTOP)
         while len(kills) < KILLS:
@@ -225,7 +227,7 @@ def test_a_killed_driver_goes_on_with_the_workers_that_it_left(
 ) -> None:
     flags = (*WORKERS, f"--runtime.address={address}", "--checkpoint.every=2")
     with a_run(tmp_path, *flags, settings=LOCAL) as run:
-        run.until(lambda: run.num_steps() >= 3 and run.events("committed"), 120)
+        run.until(lambda: run.num_steps() >= 3 and run.events("committed"), START_S)
         run.process.kill()
         run.process.wait(30)
         workers = [*pids(run, "rollout"), *pids(run, "reward")]
@@ -243,12 +245,12 @@ def test_a_killed_driver_goes_on_with_the_workers_that_it_left(
 
 
 def test_workers_that_nobody_comes_back_for_leave(tmp_path: Path, address: str) -> None:
-    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.linger_s=3")
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.linger_s=8")
     with a_run(tmp_path, *flags, settings=LOCAL) as run:
-        run.until(lambda: run.events("trained"), 120)
+        run.until(lambda: run.events("trained"), START_S)
         run.process.kill()
         run.process.wait(30)
-        assert gone([*pids(run, "rollout"), *pids(run, "reward")], within_s=20)
+        assert gone([*pids(run, "rollout"), *pids(run, "reward")], within_s=40)
         assert actors_of(run) == []
 
 
@@ -257,7 +259,7 @@ def test_nothing_is_left_of_a_runs_own_cluster_when_its_driver_is_killed(
 ) -> None:
     """And a resume brings up another one."""
     with a_run(tmp_path, *WORKERS, "--checkpoint.every=1", settings=LOCAL) as run:
-        run.until(lambda: run.events("committed"), 120)
+        run.until(lambda: run.events("committed"), START_S)
         run.process.kill()
         run.process.wait(30)
         assert run.left_behind() == []
@@ -272,9 +274,9 @@ def test_a_trainer_that_is_killed_ends_the_run_with_a_typed_error_and_a_resume_g
 ) -> None:
     flags = (*WORKERS, f"--runtime.address={address}", "--checkpoint.every=2")
     with a_run(tmp_path, *flags, settings=LOCAL) as run:
-        run.until(lambda: run.events("committed"), 120)
+        run.until(lambda: run.events("committed"), START_S)
         os.kill(run.events("trainer_started")[0]["pid"], signal.SIGKILL)
-        assert run.process.wait(60) == 1
+        assert run.process.wait(START_S) == 1
         assert actors_of(run) == []
         assert gone([*pids(run, "rollout"), *pids(run, "reward")])
         status = json.loads((run.folder / "status.json").read_text())
@@ -314,7 +316,7 @@ def test_every_worker_that_cannot_start_is_told_in_one_error(tmp_path: Path, add
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
     flags = (*WORKERS, f"--runtime.address={address}", f"--model.name={model}")
     with a_run(tmp_path / "run", *flags, settings=LOCAL) as run:
-        assert run.process.wait(120) == 2
+        assert run.process.wait(START_S) == 2
         assert actors_of(run) == []
     told = run.stderr.read_text()
     assert "3 of 5 workers could not be made ready" in told
@@ -325,7 +327,7 @@ def test_every_worker_that_cannot_start_is_told_in_one_error(tmp_path: Path, add
 def test_a_cluster_without_room_says_what_is_missing(tmp_path: Path, address: str) -> None:
     flags = ("--runtime.name=ray", f"--runtime.address={address}", "--runtime.cpus_per_worker=12")
     with a_run(tmp_path, *flags, "--runtime.start_s=3", settings=LOCAL) as run:
-        assert run.process.wait(120) == 1
+        assert run.process.wait(START_S) == 1
     told = run.stderr.read_text()
     assert "3 kinds of workers have no place" in told
     assert "12 CPU, the cluster has 16 CPU" in told

@@ -193,5 +193,6 @@ def _serve(given: Mapping[str, Any], loaded: Any, path: Path, root: Path) -> Non
 
     if given["engine"] == "inprocess":
         torch.set_num_threads(given["threads"])
-    served = make_served(*(loaded or load_engine(given)), root)
+    policy, engine = loaded or load_engine(given)
+    served = make_served(policy, engine, root)
     listen(make_app(served, None, given["engine"], lambda message: None), unix_socket(path), served.start)

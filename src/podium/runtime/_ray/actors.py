@@ -36,8 +36,15 @@ class Actors:
     """Whether a later driver may find them."""
     ready: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     """Started ahead, with what they said of themselves."""
+    unseated: list[Any] = field(default_factory=list)
+    """Those that nobody has taken yet; the pool's heartbeat does not reach them."""
     started: list[Any] = field(default_factory=list)
     """Every one, in the order of starting; those that are gone too."""
+
+    def start_ahead(self, seat: int, *more: Any) -> Any:
+        actor = self.start(seat, *more)
+        self.unseated.append(actor)
+        return actor
 
     def start(self, seat: int, *more: Any) -> Any:
         """A new actor for a seat, counted from 1; one beyond the reserved places goes where there is room."""
@@ -59,20 +66,21 @@ class Actors:
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=RETURN_S)
         for actor, call in zip(found, calls, strict=True):
-            try:
-                with named(self.name):
-                    about = ray.get(call, timeout=0.0)
-            except PodiumError:
-                about = None
+            about: Any = None
+            with suppress(PodiumError), named(self.name):
+                about = ray.get(call, timeout=0.0)
             if about is not None and about.get("given") == given and len(self.ready) < self.num_bundles:
                 self.ready.append((actor, about))
+                self.unseated.append(actor)
             else:
                 end(actor, None)
 
     async def take(self, seat_name: str) -> tuple[Any, dict[str, Any]]:
         """One that is ready, or a new one for the seat (`rollout-2.3`: the third on seat 2), once it has started."""
         if self.ready:
-            return self.ready.pop(0)
+            actor, about = self.ready.pop(0)
+            self.unseated.remove(actor)
+            return actor, about
         actor = self.start(int(seat_name.partition(".")[0].rpartition("-")[2]))
         try:
             with named(seat_name):
@@ -86,9 +94,10 @@ class Actors:
         for actor in reversed(self.started):
             end(actor, None)
         self.started.clear()
+        self.unseated.clear()
 
     def _names(self) -> list[str]:
-        listed = ray.util.list_named_actors(all_namespaces=True)
+        listed: Any = ray.util.list_named_actors(all_namespaces=True)
         ours = [each["name"] for each in listed if each["namespace"] == self.cluster.namespace]
         return sorted(name for name in ours if name.startswith(f"{self.name}-"))
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -160,5 +160,5 @@ def _sum(bundles: list[dict[str, float]]) -> str:
     return _shown({name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names})
 
 
-def _shown(resources: dict[str, float]) -> str:
+def _shown(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources) or "nothing"

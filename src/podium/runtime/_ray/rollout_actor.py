@@ -27,8 +27,9 @@ class RolloutActor(Tenant):
     async def start(self) -> dict[str, Any]:
         """Loads, the first time; then, and whenever a driver comes back, says what it has."""
         if self._served is None:
-            served = await asyncio.to_thread(self._load)
-            await served.start()
+            with self.loading():
+                served = await asyncio.to_thread(self._load)
+                await served.start()
             self._served = served
         policy, engine = self._served.policy, self._served.engine
         return self.about() | {
@@ -40,7 +41,8 @@ class RolloutActor(Tenant):
 
     def _load(self) -> Any:
         self._folder = PoolFolder()
-        return make_served(*load_engine(self._given), self._folder.weights)
+        policy, engine = load_engine(self._given)
+        return make_served(policy, engine, self._folder.weights)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         with _refusals_named():

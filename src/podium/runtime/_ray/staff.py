@@ -4,6 +4,7 @@ What fails while they start is told together, in one error. On a cluster at an a
 outlive their driver for a while: one that takes the run up again finds them, with their models loaded.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from podium.runtime._ray.trainer import RemotePolicy, RemoteTrainer
 from podium.runtime._ray.trainer_actor import About, TrainerActor
 from podium.runtime._rewards import ScoringRecipe
 from podium.settings import Settings
+
+COMPANY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ class Staff:
         self._settings, self._folder, self._needs, self._limits = settings, folder, needs, limits
         self._cluster = cluster
         self._kinds: list[Actors] = []
+        self._over = threading.Event()
+        if not cluster.is_own:
+            threading.Thread(target=self._keep_company, daemon=True).start()
 
     def hire(self, tokenizer: Any) -> RemotePolicy:
         """Starts every actor and waits for all of them; what is known of the policy then."""
@@ -61,13 +67,13 @@ class Staff:
         returned = self._find_returned(rollouts, rewards)
         calls: dict[str, Any] = {}
         for rank in range(self._needs.ranks):
-            trainers.start(1 + rank, rank)
+            trainers.start_ahead(1 + rank, rank)
         meet_at = trainers.started[0].meeting_place.remote() if self._needs.ranks > 1 else None
         for number, actor in enumerate(trainers.started, 1):
             calls[f"trainer-{number}"] = actor.load.remote(meet_at)
         for kind in (rollouts, rewards):
             for seat in range(1 + len(kind.ready), 1 + kind.num_bundles):
-                calls[f"{kind.name}-{seat}"] = kind.start(seat).start.remote()
+                calls[f"{kind.name}-{seat}"] = kind.start_ahead(seat).start.remote()
         found = all_of(calls, self._limits.start_s)
         for kind in (rollouts, rewards):
             new = [about for name, about in found.items() if name.startswith(f"{kind.name}-")]
@@ -94,6 +100,7 @@ class Staff:
 
     def close(self) -> None:
         """The workers, their places, the cluster: in reverse of how they came."""
+        self._over.set()
         if hasattr(self, "rewards"):
             self.rewards.close()
         for kind in reversed(self._kinds):
@@ -121,6 +128,13 @@ class Staff:
         if problems:
             raise as_one(problems, len(self._kinds), "kinds of workers have no place")
         return self._kinds
+
+    def _keep_company(self) -> None:
+        """Workers leave when they hear of no driver; a pool's heartbeat begins when they are first needed."""
+        while not self._over.wait(COMPANY_S):
+            for actor in [actor for kind in self._kinds[1:] for actor in kind.unseated]:
+                with suppress(Exception):  # one that died is found out by whoever needs it
+                    actor.ping.remote()
 
     def _tell(self, kind: str, **details: Any) -> None:
         with suppress(OSError):  # a full disk is found out by whoever writes what cannot be missed

@@ -6,6 +6,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,7 @@ class Tenant:
         if place.scratch is not None:
             os.environ["TMPDIR"] = place.scratch
             tempfile.tempdir = None  # looked up again
-        self._heard = time.monotonic()
+        self._heard, self._num_loading = time.monotonic(), 0
         if place.linger_s is not None:
             threading.Thread(target=self._leave_when_alone, args=(place.linger_s,), daemon=True).start()
 
@@ -43,10 +45,20 @@ class Tenant:
         """Never returns: whoever waits for it learns of the actor's death."""
         await asyncio.get_running_loop().create_future()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """However long it takes, it is not left alone meanwhile."""
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+            self._heard = time.monotonic()
+
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": os.uname().nodename}
 
     def _leave_when_alone(self, limit_s: float) -> None:
-        while time.monotonic() - self._heard < limit_s:
+        while self._num_loading or time.monotonic() - self._heard < limit_s:
             time.sleep(LOOK_S)
         os._exit(0)
