@@ -8,9 +8,9 @@ that is written stay in the driver's process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from podium.errors import InputError
 from podium.model.load import load_tokenizer
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
+    ReadSource,
     Wired,
     build_data,
     check_retirement,
@@ -34,6 +35,9 @@ from podium.runtime._ray.limits import Limits
 from podium.runtime._reports import check_reports
 from podium.runtime._stages import Parts, wire
 from podium.settings import Settings
+
+if TYPE_CHECKING:
+    from podium.runtime._ray.staff import Staff
 
 ENGINES = ("inprocess", "vllm_local")
 Count = Annotated[int, Field(ge=1)]
@@ -80,42 +84,16 @@ def ray(
     check_rewards(settings)
     check_start(settings)
     check_reports(settings)
-    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
-
+    read = read_sources(settings.data), read_sources(settings.eval.data)
     prepare_import(address)
     from podium.runtime._ray.cluster import Cluster
     from podium.runtime._ray.staff import Needs, Staff
-    from podium.runtime._ray.trainer import StoreDelivery
 
     needs = Needs(replicas, reward_workers, ranks, gpus_per_rollout_worker, gpus_per_rank, cpus_per_worker)
     limits = Limits(start_s, frozen_s, recovery_s, max_restarts)
     staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:
-        policy = staff.hire(load_tokenizer(settings.model))
-        data = build_data(settings, rows, policy, settings.plan)
-        plan = replace(settings.plan, steps=data.num_steps)
-        held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
-        sources = [data, *([held_out] if held_out else [])]
-        memory = staff.prepare(plan.steps, max(data.lengths), scoring_recipe(settings, sources))
-        scoring = staff.rewards.scoring
-        check_scoring(scoring, sources)
-        check_retirement(settings, scoring, data)
-        check_space(settings, folder, memory)
-        parts = Parts(
-            plan=plan,
-            policy=policy,
-            data=data,
-            held_out=held_out,
-            scoring=scoring,
-            trainer=staff.trainer,
-            engine=staff.engine,
-            delivery=make_delivery(settings, staff.trainer, staff.engine, policy, data, folder, StoreDelivery),
-            memory=memory,
-            ranks=ranks,
-            begin=staff.trainer.load_start,
-            end=staff.close,
-        )
-        return wire(settings, folder, parts, stop_requested, step, console_mode)
+        return wire(settings, folder, _parts(settings, folder, staff, *read), stop_requested, step, console_mode)
     except BaseException:
         staff.close()
         raise
@@ -123,6 +101,42 @@ def ray(
 
 ray.channels = ("adapter", "disk")  # type: ignore[attr-defined]
 ray.starts_ranks = True  # type: ignore[attr-defined]
+
+
+def _parts(
+    settings: Settings,
+    folder: RunFolder,
+    staff: Staff,
+    rows: Sequence[ReadSource],
+    held_out_rows: Sequence[ReadSource],
+) -> Parts:
+    """Starts the actors, and makes of them what the loop needs."""
+    from podium.runtime._ray.trainer import StoreDelivery
+
+    policy = staff.hire(load_tokenizer(settings.model))
+    data = build_data(settings, rows, policy, settings.plan)
+    plan = replace(settings.plan, steps=data.num_steps)
+    held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
+    sources = [data, *([held_out] if held_out else [])]
+    memory = staff.prepare(plan.steps, max(data.lengths), scoring_recipe(settings, sources))
+    trainer, engine, scoring = staff.trainer, staff.engine, staff.rewards.scoring
+    check_scoring(scoring, sources)
+    check_retirement(settings, scoring, data)
+    check_space(settings, folder, memory)
+    return Parts(
+        plan=plan,
+        policy=policy,
+        data=data,
+        held_out=held_out,
+        scoring=scoring,
+        trainer=trainer,
+        engine=engine,
+        delivery=make_delivery(settings, trainer, engine, policy, data, folder, StoreDelivery),
+        memory=memory,
+        ranks=settings.runtime.options["ranks"],
+        begin=trainer.load_start,
+        end=staff.close,
+    )
 
 
 def _refuse(

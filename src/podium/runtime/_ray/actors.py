@@ -6,7 +6,7 @@ import secrets
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -51,10 +51,13 @@ class Actors:
         asked: dict[str, Any] = {"num_cpus": self.resources["CPU"], "num_gpus": self.resources.get("GPU", 0)}
         if seat <= self.num_bundles:
             asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group)
-        if self.can_return and not self.cluster.is_own:
+        place = self.cluster.place
+        if not self.can_return:
+            place = replace(place, linger_s=None)  # Ray ends it with the driver
+        elif not self.cluster.is_own:
             name = f"{self.name}-{secrets.token_hex(4)}"
             asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
-        actor = ray.remote(self.cls).options(**asked).remote(self.cluster.place, *self.arguments, *more)
+        actor = ray.remote(self.cls).options(**asked).remote(place, *self.arguments, *more)
         self.started.append(actor)
         return actor
 
