@@ -111,6 +111,12 @@ class Crate:
     manifest: str
     files: Files
 
+    @property
+    def sha256(self) -> str:
+        """Of the file that holds the tensors, as the manifest has it."""
+        [file] = [name for name in self.files if name.endswith(".safetensors")]
+        return json.loads(self.manifest)["files"][file]["sha256"]
+
 
 def read_files(folder: Path) -> dict[str, np.ndarray]:
     return {path.name: np.fromfile(path, dtype=np.uint8) for path in sorted(folder.iterdir())}

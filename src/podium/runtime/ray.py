@@ -157,4 +157,5 @@ def _refuse(
         raise InputError("runtime.linger_s has no effect: a cluster of the run's own ends with it; remove it")
     if sync.get("root") is not None:
         raise InputError("sync.root has no effect: weights reach workers through Ray's object store; remove it")
+    # Ranks sample nothing here, so rollouts may run ahead of them.
     check_ranks(settings.model_copy(update={"run": settings.run.model_copy(update={"max_lag": 0})}), ranks)

@@ -1,7 +1,6 @@
-"""The parts of runtime `ray`. Actors (`*_actor.py`) run in Ray's processes and import no Ray; the others run in the
-driver, beside the loop:
+"""The parts of runtime `ray`. Actors (`*_actor.py`) run in processes of Ray's, the others in the driver:
 
-    cluster      connects to Ray, or starts it        actors    starts actors, ahead of time or in a dead one's place
-    rollouts     rollout actors as one engine         rewards   reward actors as one function of a group
-    trainer      the trainer's actor as a trainer     delivery  weights from the one to the others
+cluster      connects to Ray, or starts it        actors    starts actors, ahead of time or in a dead one's place
+rollouts     rollout actors as one engine         rewards   reward actors as one function of a group
+trainer      the trainer's actor as a trainer     staff     all of them, from their start to their end
 """

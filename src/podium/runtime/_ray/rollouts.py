@@ -1,6 +1,7 @@
 """Rollout actors as one engine: the pool's rules (engine/_pool) over members that Ray started."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from podium.engine._pool.together import (
     TOLERANCE,
     Together,
 )
+from podium.errors import WeightsError
 from podium.records import Answer, Request, Sampling
 from podium.runtime._ray.actors import Actors, Member
 from podium.runtime._ray.calls import named
@@ -25,6 +27,16 @@ from podium.runtime._ray.limits import Limits
 MAX_REDISPATCHES = 5
 STALLED_S = 60.0
 REQUEST_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """Weights on their way."""
+
+    crate: Any
+    """A reference to the crate (model/handoff.py) in the object store."""
+    sha256: str
+    """What a worker must say that it took."""
 
 
 class RolloutMember(Member):
@@ -39,26 +51,31 @@ class RolloutMember(Member):
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         """Answers come through the object store, each as soon as it is whole; what nobody waits for is cancelled."""
         coming = self.actor.generate.options(num_returns="streaming").remote(list(requests), sampling)
+        is_over = False
         try:
             with named(self.name):
                 async for answer in coming:
                     yield await answer
+            is_over = True
         finally:
-            ray.cancel(coming)
+            if not is_over:
+                ray.cancel(coming)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         with named(self.name):
             return await self.actor.score.remote(list(token_ids))
 
-    async def load(self, folder: Any, version: int) -> None:
-        """`folder` is a crate in the object store."""
+    async def load(self, folder: Shipment, version: int) -> None:
+        """Confirmed by version and hash."""
         with named(self.name):
-            self.policy_version, _ = await self.actor.load.remote(folder, version, self._pool.in_flight)
+            held, sha256 = await self.actor.load.remote(folder.crate, version, self._pool.in_flight)
+        if sha256 != folder.sha256:
+            raise WeightsError(f"{self.name} confirmed other weights than version {version}")
+        self.policy_version = held
 
 
 class RolloutWorkers(Together):
-    """Weights come as crates (model/handoff.py) in the object store: a worker may be on a machine that sees no folder
-    of ours."""
+    """Weights come by the object store: a worker may be on a machine that sees no folder of ours."""
 
     def __init__(
         self,
@@ -77,8 +94,8 @@ class RolloutWorkers(Together):
         terms = Terms(PROMPTS_PER_REQUEST[engine], is_exact, MAX_REDISPATCHES, REQUEST_S, limits.recovery_s)
         super().__init__(dtype, rules, Pulse(limits.frozen_s, STALLED_S), terms, DEFAULT_CONCURRENCY[engine])
 
-    async def load_crate(self, crate: Any, version: int) -> None:
-        await self._thread.call(self._supervisor.push(Weights(crate, version), self._begin))
+    async def load_shipment(self, shipment: Shipment, version: int) -> None:
+        await self._thread.call(self._supervisor.push(Weights(shipment, version), self._begin))
         self.policy_version = version
 
     async def load_weights(self, weights: Iterable[Any], version: int) -> None:

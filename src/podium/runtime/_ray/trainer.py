@@ -13,6 +13,7 @@ from podium.model.handoff import write_files
 from podium.records import Batch, UpdateResult
 from podium.runtime import _wire as bytes_of
 from podium.runtime._ray.calls import named
+from podium.runtime._ray.rollouts import Shipment
 from podium.runtime._ray.trainer_actor import as_array
 from podium.sync._delivery import Delivery
 
@@ -45,12 +46,11 @@ class RemoteTrainer:
         with _lost_named():
             return await self._actor.score.remote(list(token_ids))
 
-    async def crate(self, version: int) -> Any:
-        """A reference to the weights as they are now; they stay in the object store."""
-        ready, crate = self._actor.publish.options(num_returns=2).remote(version)
+    async def ship(self, version: int) -> Shipment:
+        """The weights as they are now; they stay in the object store."""
+        sha256, crate = self._actor.publish.options(num_returns=2).remote(version)
         with _lost_named():
-            await ready
-        return crate
+            return Shipment(crate, await sha256)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("weights go to the workers as a crate")
@@ -84,7 +84,7 @@ class StoreDelivery(Delivery):
     async def by_folder(self, root: Path | None, version: int) -> None:
         trainer: Any = self.trainer
         engine: Any = self.engine
-        await engine.load_crate(await trainer.crate(version), version)
+        await engine.load_shipment(await trainer.ship(version), version)
 
 
 def _lost_named() -> Any:

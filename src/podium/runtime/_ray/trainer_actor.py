@@ -73,11 +73,13 @@ class TrainerActor(Tenant):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._trainer.score(token_ids)
 
-    async def publish(self, version: int) -> tuple[None, Crate]:
-        """Weights that are no numbers are not given away. The first part tells that the second is there."""
+    async def publish(self, version: int) -> tuple[str, Crate]:
+        """The hash of the weights, for whoever passes the crate on unopened. Those that are no numbers are not given
+        away."""
         when = f"before the push of policy version {version}"
         await on_device_thread(check_finite, self._trainer.weights(), when)
-        return None, await asyncio.to_thread(self._publish, version)
+        crate = await asyncio.to_thread(self._publish, version)
+        return crate.sha256, crate
 
     async def state(self) -> np.ndarray:
         return await asyncio.to_thread(lambda: as_array(bytes_of.tensors_to_bytes(self._trainer.state())))
