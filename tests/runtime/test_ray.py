@@ -23,12 +23,12 @@ import pytest
 from podium.errors import InputError
 from podium.model.load import EMBEDDED
 from podium.run_folder import RunFolder
+from podium.runtime._ray.environment import OWN
 from podium.settings import Settings
 from tests.conftest import small_tables
 from tests.engine.chaos import SETTINGS, Run, a_run
 
-SECRETS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-os.environ |= SECRETS  # Ray reads them when it is imported
+os.environ |= OWN | {"RAY_AUTH_TOKEN": "a" * 64}  # Ray reads them when it is imported
 pytest.importorskip("ray", reason="needs Ray: pip install 'podium-rl[ray]'")
 
 KILLS = 20

@@ -17,6 +17,7 @@ OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # who asks for no GPU sees none
     "RAY_process_group_cleanup_enabled": "true",
+    "RAY_worker_niceness": "0",  # they are the run, not something beside it
 }
 """Read as Ray is imported, and by the processes that it starts."""
 

@@ -122,7 +122,8 @@ class TrainerActor(Tenant):
         memory = memory_plan(self._settings, self._policy, longest_prompt)
         plan = replace(self._settings.plan, steps=steps)
         trainer = make_trainer(self._settings, self._policy, plan, memory)
-        self._trainer = RankedTrainer(trainer, join()) if self._ranks > 1 and self._rank == 0 else trainer
+        line = join() if self._ranks > 1 else None  # all ranks take their place at the same time
+        self._trainer = trainer if line is None or self._rank else RankedTrainer(trainer, line)
         return memory
 
     def _publish(self, version: int) -> Crate:
