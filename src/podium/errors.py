@@ -34,6 +34,14 @@ class ReferenceLostError(PodiumError):
     """The process that keeps the reference died or does not answer."""
 
 
+class TrainerLostError(PodiumError):
+    """The process that trains is gone; what was committed is not, and a resume goes on from there."""
+
+
+class ProvisionError(PodiumError):
+    """Processes or machines that a run needs could not be had; every one of them is listed."""
+
+
 class StalledError(PodiumError):
     """Many steps in a row changed nothing."""
 

@@ -74,6 +74,17 @@ CLASSES: dict[str, Class] = {
     "runtime.trainer_memory": "free",
     "runtime.image": "free",
     "runtime.hub_token_from": "free",
+    "runtime.rollout_workers": "free",
+    "runtime.reward_workers": "free",
+    "runtime.gpus_per_rollout_worker": "free",
+    "runtime.gpus_per_rank": "free",
+    "runtime.cpus_per_worker": "free",
+    "runtime.address": "free",
+    "runtime.linger_s": "free",
+    "runtime.start_s": "free",
+    "runtime.frozen_s": "free",
+    "runtime.recovery_s": "free",
+    "runtime.max_restarts": "free",
 }
 """Setting → class. A section's own name stands for the settings of it that are not listed: the options of a choice,
 which are that file's business, and tables within a table."""

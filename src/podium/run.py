@@ -154,7 +154,8 @@ def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] 
     if launcher := getattr(find("runtime", settings.runtime.name), "launcher", None):
         return launcher(settings)
     ranks = settings.runtime.options.get("ranks", 1)
-    if ranks == 1 or is_rank():
+    starts_ranks_itself = getattr(find("runtime", settings.runtime.name), "starts_ranks", False)
+    if ranks == 1 or starts_ranks_itself or is_rank():
         return None
     check_ranks(settings, ranks)
     return partial(launch_ranks, ranks=ranks)
@@ -219,8 +220,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
         wired.stages.reward.close()
         wired.engine.close()
         wired.stages.sync.close()
-        if wired.reference is not None:
-            wired.reference.close()
+        wired.end()
         folder.unlock()
 
 

@@ -165,7 +165,8 @@ class Settings(Section):
 
     def _with_channel(self) -> Choice:
         """`[sync]` with the channel that `auto` stands for; one that cannot reach the engine is refused."""
-        reach = getattr(find("engine", self.engine.name), "channels", ("shared",))
+        engine = find("engine", self.engine.name)
+        reach = getattr(find("runtime", self.runtime.name), "channels", getattr(engine, "channels", ("shared",)))
         of_lora = "disk" if self.model.lora else "adapter"
         possible = [name for name in reach if name != of_lora]
         if self.sync.name == "auto":

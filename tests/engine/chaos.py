@@ -140,9 +140,9 @@ class Run:
 
 
 @contextmanager
-def a_run(folder: Path, *flags: str) -> Iterator[Run]:
+def a_run(folder: Path, *flags: str, settings: str = SETTINGS) -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.toml").write_text(SETTINGS)
+    (folder / "settings.toml").write_text(settings)
     with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as tmp:
         environment = os.environ | {"TMPDIR": tmp, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "podium.cli", "train", str(folder / "settings.toml"), "--quiet"]

@@ -168,6 +168,7 @@ def test_a_parcel_is_sent_again_whole_and_no_answer_is_taken_twice() -> None:
     crew = play(scene, terms={"prompts_per_request": 4})
     assert [keys for worker in crew.workers for keys in worker.asked] == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert crew.of("redispatched")[0]["prompts"] == [2, 3]
+    assert [event["prompts"] for event in crew.of("answered_twice")] == [[0, 1]]
 
 
 def test_a_request_at_which_every_member_fails_is_an_error_that_names_them() -> None:

@@ -1,5 +1,6 @@
 """Weights through a folder: what went in comes out, and nothing that is damaged does."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from podium.errors import WeightsError
-from podium.model.handoff import manifest_of, publish, read_published, remove_published
+from podium.model.handoff import (
+    manifest_of,
+    pack_published,
+    publish,
+    read_manifest,
+    read_published,
+    remove_published,
+    unpack_published,
+)
 from podium.model.load import Policy, load_policy
 from podium.sections import Model
 
@@ -128,3 +137,17 @@ def test_damage_is_refused_by_name(policy: Policy, tmp_path: Path, damage: str) 
 def test_another_version_than_the_one_asked_for_is_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="holds version 3, not 4"):
         read(policy, published(policy, tmp_path), version=4)
+
+
+def test_a_published_folder_goes_through_a_crate_unchanged(policy: Policy, tmp_path: Path) -> None:
+    folder = published(policy, tmp_path / "here")
+    crate = pack_published(folder)
+    there = unpack_published(crate, tmp_path / "there")
+    assert there.name == folder.name
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+    assert read_manifest(there) == read_manifest(folder)
+    [file] = folder.glob("*.safetensors")
+    assert crate.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert list(read(policy, there)) == [name for name, _ in policy.named_weights()]

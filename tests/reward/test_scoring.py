@@ -441,3 +441,29 @@ def test_the_share_of_an_evaluation_is_taken_over_all_of_it() -> None:
     with pytest.raises(RewardFailedError):
         score(scoring, *groups)
     assert len(score(scoring.for_evaluation(), *groups)) == 10
+
+
+def test_groups_are_scored_elsewhere_where_that_is_asked_and_in_evaluations_too() -> None:
+    asked: list[int] = []
+
+    async def elsewhere(group: Group) -> Group:
+        asked.append(group.prompt.ordinal)
+        return await make_scoring(is_a).score(group)
+
+    scoring = make_scoring(is_a, prompts_per_step=2, elsewhere=elsewhere)
+    assert [group.rewards for group in score(scoring, unscored(3), unscored(4))] == [(1.0, 0.0)] * 2
+    assert [group.rewards for group in score(scoring.for_evaluation(), unscored(5))] == [(1.0, 0.0)]
+    assert asked == [3, 4, 5]
+
+
+def test_a_group_that_nobody_could_score_abstains_and_counts_as_failed() -> None:
+    scoring = make_scoring(is_a, length)
+
+    async def elsewhere(group: Group) -> Group:
+        return scoring.unscored(group, "its worker died")
+
+    abstained = asyncio.run(elsewhere(unscored()))
+    assert abstained.rewards == (None, None)
+    assert abstained.reward_parts == ({"is_a": None, "length": None},) * 2
+    with pytest.raises(RewardFailedError, match=r"4 of 4 reward calls gave no number.*its worker died"):
+        score(make_scoring(is_a, length, elsewhere=elsewhere), unscored())

@@ -7,8 +7,7 @@ the order of the requests for that reason, others as they become whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,33 +15,33 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from podium.engine._pool.dispatch import Dispatch, Terms
+from podium.engine._pool.dispatch import Terms
 from podium.engine._pool.health import Pulse
 from podium.engine._pool.keeper import Keeper, PoolFolder, hold
-from podium.engine._pool.members import Limit, Members, OnEvent
-from podium.engine._pool.supervisor import Rules, Supervisor, Weights
-from podium.engine._pool.thread import PoolThread
+from podium.engine._pool.supervisor import Rules, Weights
+from podium.engine._pool.together import (
+    CLOSE_S,
+    DEFAULT_CONCURRENCY,
+    IDLE_S,
+    PROMPTS_PER_REQUEST,
+    TOLERANCE,
+    Together,
+)
 from podium.engine._pool.workers import model_of, start_local, start_server
 from podium.engine.vllm_server import VllmServer
 from podium.errors import EngineError, InputError
 from podium.lookup import find, validate_options
 from podium.model.handoff import manifest_of, publish, remove_published
 from podium.model.load import Policy
-from podium.records import Answer, Request, Sampling
 
 DEFAULT_REPLICAS = (2, 2)
-DEFAULT_CONCURRENCY = {"inprocess": 64, "vllm_local": 256, None: 256}
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Of a new member's logprobs from those of the others, on average."""
-IDLE_S = 60.0
-CLOSE_S = 60.0
 MAX_CALLS = 4096
 """Connections to one member; how much it is asked is decided before."""
 
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Pool:
+class Pool(Together):
     channels = ("adapter", "disk")
 
     def __init__(
@@ -80,25 +79,19 @@ class Pool:
         idle_s: Annotated[Seconds | None, Field(description="after which spare members end; by default 60")] = None,
         request_s: Annotated[Seconds, Field(description="for one request")] = 3600.0,
     ) -> None:
-        self.policy_version: int | None = None
-        self.on_event: OnEvent = lambda kind, **details: None
-        """Told what happens to members; a run writes it to its event log."""
         self.in_flight = False
-        """Whether servers take new weights in the middle of answers; a schedule sets it before the first push."""
         self.outlives_run = bool(urls)
         self._policy, self._of = policy, of or (None if urls else "inprocess")
         self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
         self._start_s, self._request_s = start_s, request_s
-        self.dtype = self._precision(member.get("dtype"), floor)
-        limits = (max_restarts, start_s, recovery_s, idle_s or IDLE_S, TOLERANCE[self.dtype])
+        dtype = self._precision(member.get("dtype"), floor)
+        limits = (max_restarts, start_s, recovery_s, idle_s or IDLE_S, TOLERANCE[dtype])
         rules = Rules(replicas or DEFAULT_REPLICAS, floor, *limits)
         fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY[self._of]
         is_exact = self._of == "inprocess"
-        terms = Terms(prompts_per_request or (4 if is_exact else 1), is_exact, max_redispatches, request_s, recovery_s)
-        self._members, self._thread = Members(), PoolThread()
-        self._dispatch = Dispatch(self._members, terms, self._tell)
-        pulse = Pulse(frozen_s, stalled_s)
-        self._supervisor = Supervisor(self._members, rules, pulse, lambda: Limit(fixed), self._tell)
+        together = prompts_per_request or PROMPTS_PER_REQUEST[self._of]
+        terms = Terms(together, is_exact, max_redispatches, request_s, recovery_s)
+        super().__init__(dtype, rules, Pulse(frozen_s, stalled_s), terms, fixed)
         self._member_options, self._compute_dtype = member, compute_dtype and str(compute_dtype).partition(".")[2]
         self._folder: PoolFolder | None = None
         self._keeper: Keeper | None = None
@@ -146,25 +139,6 @@ class Pool:
             self._keeper = Keeper(self._folder.path, given, self._start_s)
             asyncio.run_coroutine_threadsafe(self._keeper.begin(), self._thread.loop)
         return self._folder.weights
-
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        async with aclosing(self._thread.stream(self._dispatch.generate(requests, sampling))) as answers:
-            async for answer in answers:
-                yield answer
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """By every member; they must agree."""
-        scores = await self.score_each(token_ids)
-        first, *others = scores
-        for name in others:
-            gap = sum(abs(a - b) for a, b in zip(scores[first], scores[name], strict=True)) / len(scores[first])
-            if not gap <= TOLERANCE[self.dtype]:
-                raise EngineError(f"members {first} and {name} of the pool differ in their logprobs by {gap:.2e}")
-        return scores[first]
-
-    async def score_each(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """By every member in service, by name: the proof of a push names the one that failed it."""
-        return await self._thread.call(self._supervisor.score_each(list(token_ids)))
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         folder = await asyncio.to_thread(publish, self.weights_root, self._policy, weights, version)
@@ -247,10 +221,6 @@ class Pool:
         await self._supervisor.close()
         for engine in servers:
             await asyncio.to_thread(engine.close)
-
-    def _tell(self, kind: str, **details: Any) -> None:
-        with suppress(OSError):  # a full disk is found out by whoever writes what cannot be missed
-            self.on_event(kind, **details)
 
 
 def num_processes(options: Mapping[str, Any]) -> int:

@@ -11,9 +11,11 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -95,6 +97,47 @@ def check_weights(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
             )
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise WeightsError(f"{where}: {name} holds values that are no finite numbers")
+
+
+Files = Mapping[str, np.ndarray]
+"""A folder without folders in it: name → bytes, as arrays, which an object store hands on without a copy."""
+
+
+@dataclass(frozen=True)
+class Crate:
+    """A published folder on its way to a machine that does not see the disk where it was written."""
+
+    name: str
+    manifest: str
+    files: Files
+
+    @property
+    def sha256(self) -> str:
+        """Of the file that holds the tensors, as the manifest has it."""
+        [file] = [name for name in self.files if name.endswith(".safetensors")]
+        return json.loads(self.manifest)["files"][file]["sha256"]
+
+
+def read_files(folder: Path) -> dict[str, np.ndarray]:
+    return {path.name: np.fromfile(path, dtype=np.uint8) for path in sorted(folder.iterdir())}
+
+
+def write_files(files: Files, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        content.tofile(folder / name)
+
+
+def pack_published(folder: Path) -> Crate:
+    return Crate(folder.name, manifest_of(folder).read_text(), read_files(folder))
+
+
+def unpack_published(crate: Crate, root: Path) -> Path:
+    """The folder once more, under another root; its manifest last, as when it was published."""
+    folder = root / crate.name
+    write_files(crate.files, folder)
+    manifest_of(folder).write_text(crate.manifest)
+    return folder
 
 
 def remove_published(folder: Path) -> None:

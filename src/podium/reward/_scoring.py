@@ -30,7 +30,8 @@ class Scoring:
     """`default` scores the rows that name no reward; `by_name` holds every reward that a row may name, or that `remap`
     puts in the place of such a name. Format rewards score every row.
 
-    `workers` is needed where a reward has a time limit; `close` ends them.
+    `workers` is needed where a reward has a time limit; `close` ends them. `elsewhere` takes the place of `score` where
+    other processes score.
     """
 
     def __init__(
@@ -43,22 +44,23 @@ class Scoring:
         workers: RewardWorkers | None = None,
         scale: float = 1.0,
         remap: Mapping[str, str] | None = None,
+        elsewhere: Callable[[Group], Coroutine[Any, Any, Group]] | None = None,
     ) -> None:
         self._by_name, self._default, self._workers = by_name, default, workers
         self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
         self._non_stop_penalty, self._scale, self._remap = non_stop_penalty, scale, remap or {}
+        self._score = elsewhere or self.score
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
-        self._score_one: Callable[[Group], Coroutine[Any, Any, Group]] = self.score
 
     def for_evaluation(self) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
         limits = (sys.maxsize, self._max_failed_share, self._non_stop_penalty)
-        return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap)
+        return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap, self._score)
 
     def scored_by(self, score: Callable[[Group], Coroutine[Any, Any, Group]]) -> "Scoring":
         """The same stage with each group scored elsewhere, by `Scoring.score` there."""
         other = copy.copy(self)
-        other._score_one = score
+        other._score = score
         return other
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class Scoring:
         pending: deque[asyncio.Task[Group]] = deque()
         step = list(after)
         async for group in groups:
-            task = asyncio.create_task(self._score_one(group))
+            task = asyncio.create_task(self._score(group))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # else each breach prints itself
             pending.append(task)
             while pending and pending[0].done():
@@ -122,6 +124,18 @@ class Scoring:
             scoring_s=time.monotonic() - started,
         )
         return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
+
+    def unscored(self, group: Group, reason: str) -> Group:
+        """A group that nobody could score: every reward abstains, and the share of failed ones counts it."""
+        names = [reward.name for reward in self.rewards_of(group.prompt.reward)]
+        count = len(group.rollouts)
+        return replace(
+            group,
+            rewards=(None,) * count,
+            reward_parts=tuple(dict.fromkeys(names) for _ in range(count)),
+            correct=(None,) * count,
+            reward_failures={f"{name}: {reason}": count for name in names},
+        )
 
     async def try_reward(self, reward: NamedReward, group: Group) -> list[Outcome]:
         """What one reward alone makes of each rollout; a breach of contract is raised."""

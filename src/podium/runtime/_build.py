@@ -1,9 +1,6 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
-import inspect
-import math
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,14 +18,12 @@ from podium.model.load import Policy, choose_device
 from podium.pack import pack
 from podium.records import Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
-from podium.reward._classes import bound_reward
 from podium.reward._combine import NamedReward
-from podium.reward._contract import declared_range
 from podium.reward._scoring import Scoring
-from podium.reward._workers import RewardWorkers
 from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
-from podium.runtime._reference import ReferenceProcess, check_reference
+from podium.runtime._reference import check_reference
+from podium.runtime._rewards import ScoringRecipe, named_reward
 from podium.runtime._watch import Watch
 from podium.sections import CorrectionSection, DataSource, Reward, SeparateReference
 from podium.settings import Settings
@@ -37,8 +32,6 @@ from podium.trainer._optimizer import check_optimizer
 
 SHOWN = 20
 """Unusable answers that the message lists."""
-
-DEFAULT_WORKER_MEMORY_MB = 4096
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,8 @@ class Wired:
     reports: Reports
     ledger: Ledger
     watch: Watch
-    reference: ReferenceProcess | None = None
-    """Where it is a process of its own."""
+    end: Callable[[], None] = lambda: None
+    """Ends what the runtime itself started; called last."""
 
 
 def check_trainer(settings: Settings) -> None:
@@ -81,7 +74,7 @@ def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
     return read
 
 
-def build_data(settings: Settings, read: Sequence[ReadSource], policy: Policy, plan: Plan) -> OrderedData:
+def build_data(settings: Settings, read: Sequence[ReadSource], policy: Any, plan: Plan) -> OrderedData:
     """The rows of all sources, rendered, in the run's order."""
     max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
     context = min(policy.max_context_tokens, max_engine_tokens(settings))
@@ -111,37 +104,52 @@ def build_scoring(settings: Settings, data: Sequence[OrderedData], *, all_rows: 
 
     `all_rows`: `data` is all that the run has, so a reward that scores none of it has no effect and is an error.
     """
-    by_name: dict[str, NamedReward] = {}
-    for choice in settings.reward:
-        if choice.name in by_name:
-            raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
-        by_name[choice.name] = _named_reward(choice)
-    default = [choice.name for choice in settings.reward if choice.format is None]
-    remap = settings.scoring.remap
-    for name in remap.values():
-        _add_named(by_name, name, f"scoring.remap: reward {name!r}")
-    combinations = {names for source in data for names in source.reward_choices}
-    named_by_rows = {name for names in combinations for name in names}
-    for name in sorted(named_by_rows - set(remap)):
-        _add_named(by_name, name, f"{_first_row(data, name)}: reward {name!r}")
-    if all_rows:
-        _refuse_unused(settings, combinations, default)
-    limits = (settings.run.prompts_per_step, settings.scoring.max_failed_share, settings.scoring.non_stop_penalty)
-    workers = _build_workers(settings, by_name, all_rows)
-    scoring = Scoring(by_name, default, *limits, workers, settings.scoring.scale, remap)
-    for names in combinations:
-        if all(reward.format is not None for reward in scoring.rewards_of(names)):
-            raise InputError(_without_task(data, names, by_name))
-    check_answers(scoring, data)
+    scoring = scoring_recipe(settings, data, all_rows=all_rows).build()
+    check_scoring(scoring, data)
     return scoring
 
 
-def _add_named(by_name: dict[str, NamedReward], name: str, where: str) -> None:
+def scoring_recipe(settings: Settings, data: Sequence[OrderedData], *, all_rows: bool = True) -> ScoringRecipe:
+    chosen: dict[str, Reward] = {}
+    for choice in settings.reward:
+        if choice.name in chosen:
+            raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
+        chosen[choice.name] = choice
+    default = [choice.name for choice in settings.reward if choice.format is None]
+    remap = settings.scoring.remap
+    for name in remap.values():
+        _add_named(chosen, name, f"scoring.remap: reward {name!r}")
+    combinations = {names for source in data for names in source.reward_choices}
+    named_by_rows = {name for names in combinations for name in names}
+    for name in sorted(named_by_rows - set(remap)):
+        _add_named(chosen, name, f"{_first_row(data, name)}: reward {name!r}")
+    recipe = ScoringRecipe(tuple(chosen.values()), tuple(default), settings.scoring, settings.run.prompts_per_step)
+    if all_rows:
+        _refuse_unused(settings, combinations, default)
+        _refuse_idle_workers(recipe)
+    return recipe
+
+
+def check_scoring(scoring: Scoring, data: Sequence[OrderedData]) -> None:
+    """Every row has a reward for its answer, and one that can use it."""
+    for names in {names for source in data for names in source.reward_choices}:
+        if all(reward.format is not None for reward in scoring.rewards_of(names)):
+            raise InputError(_without_task(data, names, scoring.rewards_of(names)))
+    check_answers(scoring, data)
+
+
+def _add_named(chosen: dict[str, Reward], name: str, where: str) -> None:
     """A reward without a table of its own, with its defaults."""
-    if name not in by_name:
+    if name not in chosen:
         if name not in choices("reward") and ":" not in name:
             raise InputError(f"{where} is not known; known: {', '.join(choices('reward'))}, or a 'module:object'")
-        by_name[name] = _named_reward(Reward(name=name).resolved("reward", where))
+        chosen[name] = Reward(name=name).resolved("reward", where)
+
+
+def _refuse_idle_workers(recipe: ScoringRecipe) -> None:
+    for key in ("workers", "worker_memory_mb"):
+        if getattr(recipe.section, key) is not None and not recipe.needs_processes():
+            raise InputError(f"scoring.{key} has no effect: no reward of this run needs a worker process; remove it")
 
 
 def _refuse_unused(settings: Settings, combinations: set[tuple[str, ...]], default: Sequence[str]) -> None:
@@ -156,13 +164,13 @@ def _refuse_unused(settings: Settings, combinations: set[tuple[str, ...]], defau
         raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
 
 
-def _without_task(data: Sequence[OrderedData], names: Sequence[str], by_name: dict[str, NamedReward]) -> str:
+def _without_task(data: Sequence[OrderedData], names: Sequence[str], formats: Sequence[NamedReward]) -> str:
     """What to say of rows that have format rewards only, or none."""
     if names:
         where = f"{_first_row(data, names[0])} names format rewards only"
         return f"{where}, {', '.join(names)}; name a reward for its answer too"
-    if by_name and all(reward.format is not None for reward in by_name.values()):
-        return f"no reward but for the format, {next(iter(by_name))!r}; add a [[reward]] table without 'format'"
+    if formats:
+        return f"no reward but for the format, {formats[0].name!r}; add a [[reward]] table without 'format'"
     return "no reward: add a [[reward]] table, or name one in each row"
 
 
@@ -206,47 +214,7 @@ def _any_answer(row: Row) -> None:
 def check_rewards(settings: Settings) -> None:
     """Rewards that could not run here are an error before the model is loaded."""
     for choice in settings.reward:
-        _named_reward(choice)
-
-
-def _named_reward(choice: Reward) -> NamedReward:
-    found = find("reward", choice.name)
-    if choice.timeout_s is not None and choice.name.startswith("__main__:"):
-        raise InputError(
-            f"reward.name = {choice.name!r}: a worker process cannot import the script that was started; put the "
-            f"reward into a file of its own and name it 'file.py:{choice.name.removeprefix('__main__:')}'"
-        )
-    if inspect.isclass(found) and not hasattr(found, "registered_name"):
-        raise InputError(f'reward.name = {choice.name!r} is a class; put @podium.register_reward("name") on it')
-    if refuse := getattr(found, "refuse", None):
-        refuse(choice.timeout_s, **choice.options)
-    function = bound_reward(found, choice.options)
-    if choice.format == "gate" and math.isinf(declared_range(function)[1]):
-        raise InputError(
-            f"reward {choice.name!r} with format = 'gate': it does not declare its highest value, so when it lets the "
-            "others through is not known; put podium.declare_range(lowest, highest) on it"
-        )
-    plain = {key: value for key, value in choice.model_dump(mode="json").items() if key in choice.options}
-    weight = 1.0 if choice.weight is None else choice.weight
-    return NamedReward(choice.name, function, weight, choice.timeout_s, plain, choice.format)
-
-
-def _build_workers(settings: Settings, by_name: dict[str, NamedReward], all_rows: bool) -> RewardWorkers | None:
-    given = settings.scoring
-    recipes = [{"name": each.name, "options": each.options} for each in by_name.values() if each.timeout_s is not None]
-    memory_mb = given.worker_memory_mb or DEFAULT_WORKER_MEMORY_MB
-    for recipe in recipes:
-        if (wanted := recipe["options"].get("memory_mb", 0)) > memory_mb and recipe["name"] in choices("reward"):
-            raise InputError(
-                f"reward {recipe['name']!r}: memory_mb = {wanted} has no effect, its process may take {memory_mb}; "
-                "raise scoring.worker_memory_mb"
-            )
-    if recipes:
-        return RewardWorkers(recipes, given.workers or len(os.sched_getaffinity(0)), memory_mb)
-    for key in ("workers", "worker_memory_mb"):
-        if getattr(given, key) is not None and all_rows:
-            raise InputError(f"scoring.{key} has no effect: no reward of this run needs a worker process; remove it")
-    return None
+        named_reward(choice)
 
 
 def build_advantages(settings: Settings) -> Any:

@@ -43,7 +43,7 @@ def make_engine(
 
 
 def make_rollout(
-    settings: Settings, engine: Engine, policy: Policy, options: dict[str, Any], rollouts_per_prompt: int, purpose: str
+    settings: Settings, engine: Engine, policy: Any, options: dict[str, Any], rollouts_per_prompt: int, purpose: str
 ) -> Any:
     """`purpose` keeps the seeds of training, evaluation and checks apart."""
     make, seed = find("rollout", settings.rollout.name), settings.run.seed
@@ -51,13 +51,18 @@ def make_rollout(
     return make(*wiring, **options)
 
 
-def make_sync(
-    settings: Settings, trainer: Any, engine: Engine, policy: Policy, data: OrderedData, folder: RunFolder
-) -> Any:
-    """The channel between trainer and engine, with the probe that proves each push."""
+def make_delivery(
+    settings: Settings,
+    trainer: Any,
+    engine: Any,
+    policy: Any,
+    data: OrderedData,
+    folder: RunFolder,
+    kind: type[Delivery] = Delivery,
+) -> Delivery:
+    """From trainer to engine, with the probe that proves each push."""
     probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
-    delivery = Delivery(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
-    return find("sync", settings.sync.name)(delivery, **settings.sync.options)
+    return kind(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
 
 
 class TrainsAlone(Around):

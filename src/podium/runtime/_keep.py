@@ -47,16 +47,16 @@ exit $code
 def build_checkpoint(
     settings: Settings,
     folder: RunFolder,
-    policy: Policy,
     trainer: Any,
     ledger: Ledger,
     data: OrderedData,
     step: int | None,
+    begin: Callable[[], None],
 ) -> FolderCheckpoint:
-    """`step` names the checkpoint to go on from."""
+    """`step` names the checkpoint to go on from; `begin` gives the trainer the weights that a new run starts from."""
     if settings.run.sync_every == 0:
-        load_start(settings, policy, trainer)  # the engine is given them before a checkpoint is restored
-    hooks = checkpoint_hooks(settings, folder, lambda: load_start(settings, policy, trainer))
+        begin()  # the engine is given them before a checkpoint is restored
+    hooks = checkpoint_hooks(settings, folder, begin)
     given = settings.checkpoint
     wiring = (folder, trainer, ledger, data.fingerprint, settings.to_toml())
     return FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)

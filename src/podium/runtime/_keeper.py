@@ -58,7 +58,7 @@ class Keeper:
         given = self._given
         if given["engine"] == "inprocess" and given["model"]["device"] == "cpu":
             os.environ["OMP_NUM_THREADS"] = "1"  # read by torch as it is imported: no threads before a fork
-            self._loaded = _load(given)
+            self._loaded = load_engine(given)
             import podium.server.app  # each worker would have to import it
             import podium.server.listen  # noqa: F401
 
@@ -158,8 +158,8 @@ def _use_for_scratch(folder: Path) -> None:
     tempfile.tempdir = None  # looked up again
 
 
-def _load(given: Mapping[str, Any]) -> Any:
-    """The policy and its engine."""
+def load_engine(given: Mapping[str, Any]) -> Any:
+    """The policy and its engine, as `model`, `engine`, `options` and `compute_dtype` say."""
     import torch
 
     from podium.lookup import find
@@ -173,21 +173,26 @@ def _load(given: Mapping[str, Any]) -> Any:
     return policy, make(*wiring, **given["options"])
 
 
-def _serve(given: Mapping[str, Any], loaded: Any, path: Path, root: Path) -> None:
-    """A worker: serves on the socket until it is killed."""
-    import torch
-
+def make_served(policy: Any, engine: Any, root: Path) -> Any:
+    """One engine for weights of one kind, read under `root`."""
     from podium.errors import WeightsError
-    from podium.server.app import make_app
-    from podium.server.listen import listen, unix_socket
     from podium.server.served import Maker, Served
-
-    if given["engine"] == "inprocess":
-        torch.set_num_threads(given["threads"])
-    policy, engine = loaded or _load(given)
 
     def other_policy(shape: Any) -> Any:
         raise WeightsError("weights of another kind than this pool was made for")
 
-    served = Served(Maker(other_policy, lambda: policy, lambda _: engine, one_engine=True), root)
+    return Served(Maker(other_policy, lambda: policy, lambda _: engine, one_engine=True), root)
+
+
+def _serve(given: Mapping[str, Any], loaded: Any, path: Path, root: Path) -> None:
+    """A worker: serves on the socket until it is killed."""
+    import torch
+
+    from podium.server.app import make_app
+    from podium.server.listen import listen, unix_socket
+
+    if given["engine"] == "inprocess":
+        torch.set_num_threads(given["threads"])
+    policy, engine = loaded or load_engine(given)
+    served = make_served(policy, engine, root)
     listen(make_app(served, None, given["engine"], lambda message: None), unix_socket(path), served.start)

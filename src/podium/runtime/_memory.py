@@ -106,14 +106,19 @@ def _copies_reference(settings: Settings, policy: Policy) -> bool:
     return given is not None and (policy.peft is None or given != "initial")
 
 
+def _samples_elsewhere(settings: Settings) -> bool:
+    """On a server's device, or on that of a runtime's rollout workers."""
+    return settings.engine.name == "vllm_server" or "rollout_workers" in settings.runtime.options
+
+
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if _samples_elsewhere(settings):
+        return 0
     if settings.engine.name == "pool":  # each process may come to hold every weight
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         return num_processes(settings.engine.options) * weights
     if settings.engine.options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
-    if settings.engine.name == "vllm_server":
-        return 0  # elsewhere
     if settings.engine.name == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
         share = settings.engine.options.get("memory_share") or MEMORY_SHARE
@@ -138,6 +143,8 @@ def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:
 
 def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answer: int) -> int:
     """Keys and values of all rollouts that are written at the same time."""
+    if "rollout_workers" in settings.runtime.options:
+        return 0
     if settings.engine.name.startswith("vllm") and policy.device.type == "cuda":
         return 0  # within its share
     config: Any = policy.model.config

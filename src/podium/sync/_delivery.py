@@ -37,9 +37,12 @@ class Delivery:
         async with self._lock:
             if self.engine.policy_version == version:
                 return
-            await on_device_thread(check_finite, self.trainer.weights(), f"before the push of policy version {version}")
+            await self.check_weights(version)
             await carry(version)
             await check_parity(self.trainer, self.engine, self.probe, version, self.tolerance)
+
+    async def check_weights(self, version: int) -> None:
+        await on_device_thread(check_finite, self.trainer.weights(), f"before the push of policy version {version}")
 
     async def by_folder(self, root: Path | None, version: int) -> None:
         """Publishes the trainer's weights and has the engine read them; older folders go once it has."""

@@ -109,14 +109,17 @@ class Dispatch:
         missing: dict[int, Request],
         arrived: asyncio.Queue[Any],
     ) -> None:
-        started, longest = monotonic(), 1
+        started, longest, again = monotonic(), 1, []
         async with aclosing(member.worker.engine.generate(parcel, sampling)) as answers:
             async for answer in answers:
                 if answer.key not in missing:  # it arrived the first time already
+                    again.append(answer.key)
                     continue
                 longest = max(longest, *map(len, answer.token_ids))
                 del missing[answer.key]
                 arrived.put_nowait(answer)
+        if again:
+            self._on_event("answered_twice", worker=member.name, prompts=again)
         if missing:
             raise EngineError(f"it left {len(missing)} prompts without an answer")
         member.failed, member.finished = 0, member.finished + 1

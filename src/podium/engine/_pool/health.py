@@ -31,13 +31,16 @@ class Pulse:
     """How long a member may be silent."""
 
     frozen_s: float
-    stalled_s: float
+    stalled_s: float | None
+    """None: it writes no tokens."""
 
 
 async def lost(member: Member, pulse: Pulse) -> str:
     """Waits until the member is lost and says why: by the end of its process, if that is what was behind it."""
     ending = asyncio.ensure_future(member.worker.exited())
-    others = frozen(member.worker, pulse.frozen_s), stalled(member, pulse.stalled_s), asyncio.shield(member.fault)
+    others = [frozen(member.worker, pulse.frozen_s), asyncio.shield(member.fault)]
+    if pulse.stalled_s is not None:
+        others.append(stalled(member, pulse.stalled_s))
     watchers = {ending, *map(asyncio.ensure_future, others)}
     try:
         done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)

@@ -8,7 +8,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
@@ -30,8 +29,8 @@ class Worker(Protocol):
     pid: int | None
     """Of its process, where that is ours."""
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Has the engine take a published folder of the pool's."""
+    async def load(self, folder: Any, version: int) -> None:
+        """Has the engine take published weights of the pool's."""
         ...
 
     async def ping(self) -> None:

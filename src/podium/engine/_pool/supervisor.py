@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from podium.engine._pool.health import Pulse, lost
 from podium.engine._pool.members import Limit, Member, Members, OnEvent, Worker
@@ -40,15 +39,21 @@ class Rules:
     start_s: float
     recovery_s: float
     idle_s: float
-    tolerance: float
+    tolerance: float = 0.0
     """Of a new member's probe, on average, from the others'."""
+    name: str = "worker"
+    """Of local members, with a number behind it."""
+    kind: str = "engines"
+    """What members are, for people."""
+    floor_name: str = "engine.floor"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What members hold, or should."""
+    """What members hold, or should; none where members need none."""
 
-    folder: Path
+    folder: Any
+    """Where they are, as a worker's `load` takes it."""
     version: int
 
 
@@ -193,7 +198,7 @@ class Supervisor:
     def _add_seat(self) -> None:
         assert self._launch is not None
         self._named += 1
-        self._take(Seat(f"worker-{self._named}", self._launch, is_local=True))
+        self._take(Seat(f"{self.rules.name}-{self._named}", self._launch, is_local=True))
 
     def _take(self, seat: Seat) -> None:
         self.seats.append(seat)
@@ -311,7 +316,8 @@ class Supervisor:
         floor, rules = self.rules.floor, self.rules
         if self._num_open() < floor:
             self.failure = EngineError(
-                f"{self._num_open()} of the pool's engines are left and engine.floor = {floor}; {self._problems()}"
+                f"{self._num_open()} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}; "
+                f"{self._problems()}"
             )
         elif len(self._members) >= floor:
             self._short_since = None
@@ -320,7 +326,7 @@ class Supervisor:
             limit = rules.recovery_s if any(seat.started > 1 for seat in self.seats) else rules.start_s
             if monotonic() - self._short_since > limit:
                 self.failure = EngineError(
-                    f"the pool had fewer than {floor} engines in service for {limit:g} s; {self._problems()}"
+                    f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s; {self._problems()}"
                 )
 
     def _scale(self) -> None:

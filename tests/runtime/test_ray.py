@@ -1,0 +1,368 @@
+"""A run on Ray through the command line: the same ledger as in one process, whoever is killed on the way.
+
+One cluster serves all tests but those of clusters that a run starts itself.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podium.errors import InputError
+from podium.model.load import EMBEDDED
+from podium.run_folder import RunFolder
+from podium.runtime._ray.environment import OWN
+from podium.settings import Settings
+from tests.conftest import small_tables
+from tests.engine.chaos import SETTINGS, Run, a_run
+
+os.environ |= OWN | {"RAY_AUTH_TOKEN": "a" * 64}  # Ray reads them when it is imported
+pytest.importorskip("ray", reason="needs Ray: pip install 'podium-rl[ray]'")
+
+KILLS = 20
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "settings.toml"
+LOCAL = SETTINGS.replace('[engine]\nname = "pool"\n', "")
+WORKERS = ("--runtime.name=ray", "--runtime.rollout_workers=2", "--runtime.reward_workers=2")
+START_S = 240
+"""For a driver and its workers to start; a tenth of it on a machine with nothing else to do."""
+PROMPTS, ROLLOUTS = 8, 4
+"""Of a step."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster as `ray start --head` makes it, with this process connected to it too."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+        flags = ["--num-cpus=16", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+        head = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_port(port)
+            yield connected(f"127.0.0.1:{port}")
+        finally:
+            import ray
+
+            ray.shutdown()
+            head.terminate()
+            head.wait(60)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def connected(address: str) -> str:
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(address=address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, handler)  # Ray takes it
+    return address
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[bytes]]:
+    """The ledger of so many steps in one process."""
+    known: list[bytes] = []
+
+    def ledger(steps: int) -> list[bytes]:
+        if len(known) < steps:
+            with a_run(tmp_path_factory.mktemp("calm"), f"--run.steps={steps}", settings=LOCAL) as run:
+                assert run.process.wait(300) == 0
+                known[:] = run.ledger()
+        return known[:steps]
+
+    return ledger
+
+
+def pids(run: Run, kind: str) -> list[int]:
+    return [event["pid"] for event in run.events("worker_started") if event["worker"].startswith(kind)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(processes: list[int], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, processes))
+
+
+def actors_of(run: Run) -> list[str]:
+    """Names of those that stay when their driver goes."""
+    import ray
+
+    namespace = f"podium-{RunFolder(run.folder).run_id}"
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(each["name"] for each in listed if each["namespace"] == namespace)
+
+
+def none_left(run: Run) -> bool:
+    """No actor; Ray knows of the end of a process a moment after it."""
+    deadline = time.monotonic() + 10
+    while actors_of(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not actors_of(run)
+
+
+def resume(run: Run, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "podium.cli", "resume", str(run.folder), "--quiet", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_demo_learns_on_ray_as_it_does_in_one_process_and_leaves_nothing(tmp_path: Path) -> None:
+    short = ("--run.steps=8", "--eval.data.max_rows=100", "--eval.every=0")
+    with a_run(tmp_path / "local", *short, settings=EXAMPLE.read_text()) as local:
+        assert local.process.wait(240) == 0, local.stderr.read_text()
+    with a_run(tmp_path / "ray", *short, *WORKERS, settings=EXAMPLE.read_text()) as run:
+        run.until(lambda: run.events("trained"), 240)
+        listening = listeners(run.processes())
+        assert run.process.wait(240) == 0, run.stderr.read_text()
+        assert run.left_behind() == []
+    assert run.ledger() == local.ledger()
+    trained = [each.folder / "final" / "adapter_model.safetensors" for each in (run, local)]
+    assert trained[0].read_bytes() == trained[1].read_bytes()
+    accuracy = [line["eval/accuracy"] for line in lines(run.folder) if "eval/accuracy" in line]
+    assert accuracy == [line["eval/accuracy"] for line in lines(local.folder) if "eval/accuracy" in line]
+    assert accuracy[-1] > accuracy[0]
+    assert listening
+    assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1", "[::ffff:127.0.0.1]"}
+    check_processes(run)
+
+
+def check_processes(run: Run) -> None:
+    """From the event log: who works in which process, and that groups are scored while others are written."""
+    [trainer] = [event["pid"] for event in run.events("trainer_started")]
+    rollout, reward = pids(run, "rollout"), pids(run, "reward")
+    assert len(rollout) == len(reward) == 2
+    assert len({os.getpid(), run.process.pid, trainer, *rollout, *reward}) == 7
+    scored = run.events("scored")
+    assert {event["pid"] for event in scored} == set(reward)
+    written = run.events("group")
+    windows = [event["time"] for event in run.events("sampling")]
+    overlaps = 0
+    for start, end in zip(windows, [*windows[1:], float("inf")], strict=True):
+        last = max(event["time"] for event in written if start <= event["time"] < end)
+        overlaps += any(start <= event["time"] < last for event in scored)
+    assert overlaps >= len(windows) // 2
+
+
+def listeners(processes: list[int]) -> list[str]:
+    """Addresses on which any of them listens."""
+    done = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, timeout=60)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    ours = [row for row in rows if any(f"pid={pid}," in row[-1] for pid in processes)]
+    return [row[3].rpartition(":")[0] for row in ours]
+
+
+@pytest.mark.timeout(400)
+def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
+    tmp_path: Path, address: str, calm: Callable[[int], list[bytes]]
+) -> None:
+    import ray
+
+    choice, kills = random.Random(0), []
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.frozen_s=3")
+    with a_run(tmp_path / "killed", *flags, settings=LOCAL) as run:
+        run.until(lambda: run.num_steps() > 0, START_S)
+        namespace = f"podium-{RunFolder(run.folder).run_id}"
+        os.kill(frozen := pids(run, "rollout")[0], signal.SIGSTOP)
+        while len(kills) < KILLS:
+            if len(run.living()) < 3:
+                time.sleep(0.05)
+            else:
+                kind = choice.choice(["rollout", "reward", "reward"])
+                fresh = [name for name in actors_of(run) if name.startswith(kind) and name not in kills]
+                if fresh:
+                    ray.kill(ray.get_actor(name := choice.choice(fresh), namespace=namespace))
+                    kills.append(name)
+                time.sleep(choice.random() * 0.3)
+            assert run.process.poll() is None, run.stderr.read_text()
+        run.until(lambda: len(run.living()) == 4, 90)
+        steps = run.num_steps() + 1
+        run.until(lambda: run.num_steps() > steps, 90)  # and it goes on
+        assert run.stop() == 143
+        everyone = [*pids(run, "rollout"), *pids(run, "reward"), run.events("trainer_started")[0]["pid"]]
+        assert none_left(run)
+        assert gone(everyone)
+    reasons = [event["reason"] for kind in ("worker_lost", "start_failed") for event in run.events(kind)]
+    assert sum("ray.kill" in reason for reason in reasons) == KILLS
+    assert sum("frozen" in reason for reason in reasons) == 1
+    assert not is_alive(frozen)
+    assert run.events("redispatched")  # workers really were in the middle of something
+    disturbed = run.ledger()
+    for step, data in enumerate(disturbed):
+        found = Counter((line["ordinal"], line["sample_index"]) for line in map(json.loads, data.splitlines()))
+        first = PROMPTS * step
+        assert found == Counter((n, sample) for n in range(first, first + PROMPTS) for sample in range(ROLLOUTS))
+    assert disturbed == calm(len(disturbed))
+
+
+def test_a_killed_driver_goes_on_with_the_workers_that_it_left(
+    tmp_path: Path, address: str, calm: Callable[[int], list[bytes]]
+) -> None:
+    flags = (*WORKERS, f"--runtime.address={address}", "--checkpoint.every=2")
+    with a_run(tmp_path, *flags, settings=LOCAL) as run:
+        run.until(lambda: run.num_steps() >= 3 and run.events("committed"), START_S)
+        run.process.kill()
+        run.process.wait(30)
+        workers = [*pids(run, "rollout"), *pids(run, "reward")]
+        assert gone([run.events("trainer_started")[0]["pid"]])
+        assert all(map(is_alive, workers))
+        assert len(actors_of(run)) == 4
+        steps = run.num_steps() + 3
+        done = resume(run, f"--run.steps={steps}")
+        assert done.returncode == 0, done.stderr
+        assert [event["rollout"] + event["reward"] for event in run.events("reattached")] == [4]
+        assert sorted([*pids(run, "rollout"), *pids(run, "reward")]) == sorted(2 * workers)
+        assert none_left(run)
+        assert gone(workers)
+    assert run.ledger() == calm(steps)
+
+
+def test_workers_that_nobody_comes_back_for_leave(tmp_path: Path, address: str) -> None:
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.linger_s=8")
+    with a_run(tmp_path, *flags, settings=LOCAL) as run:
+        run.until(lambda: run.events("trained"), START_S)
+        run.process.kill()
+        run.process.wait(30)
+        assert gone([*pids(run, "rollout"), *pids(run, "reward")], within_s=40)
+        assert none_left(run)
+
+
+def test_nothing_is_left_of_a_runs_own_cluster_when_its_driver_is_killed(
+    tmp_path: Path, calm: Callable[[int], list[bytes]]
+) -> None:
+    """And a resume brings up another one."""
+    with a_run(tmp_path, *WORKERS, "--checkpoint.every=1", settings=LOCAL) as run:
+        run.until(lambda: run.events("committed"), START_S)
+        run.process.kill()
+        run.process.wait(30)
+        assert run.left_behind() == []
+        steps = run.num_steps() + 2
+        done = resume(run, f"--run.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert run.ledger() == calm(steps)
+
+
+def test_a_trainer_that_is_killed_ends_the_run_with_a_typed_error_and_a_resume_goes_on(
+    tmp_path: Path, address: str, calm: Callable[[int], list[bytes]]
+) -> None:
+    flags = (*WORKERS, f"--runtime.address={address}", "--checkpoint.every=2")
+    with a_run(tmp_path, *flags, settings=LOCAL) as run:
+        run.until(lambda: run.events("committed"), START_S)
+        os.kill(run.events("trainer_started")[0]["pid"], signal.SIGKILL)
+        assert run.process.wait(START_S) == 1
+        assert none_left(run)
+        assert gone([*pids(run, "rollout"), *pids(run, "reward")])
+        status = json.loads((run.folder / "status.json").read_text())
+        assert status["state"] == "failed"
+        assert status["message"].startswith("TrainerLostError: the trainer's actor is gone")
+        steps = run.num_steps() + 2
+        done = resume(run, f"--run.steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert run.ledger() == calm(steps)
+
+
+def test_two_ranks_train_full_weights_on_ray(tmp_path: Path, address: str, calm: Callable[[int], list[bytes]]) -> None:
+    """Every push is proven by the probe on each worker; the first step samples from the same weights as any run."""
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.ranks=2", "--model.lora=false", "--trainer.lr=1e-4")
+    with a_run(tmp_path, *flags, "--run.steps=3", settings=LOCAL) as run:
+        assert run.process.wait(240) == 0, run.stderr.read_text()
+    assert run.events("trainer_started")[0]["ranks"] == 2
+    assert [event["channel"] for event in run.events("pushed")] == ["disk"] * 4
+    ids = [[json.loads(line)["token_ids"] for line in data.splitlines()] for data in (run.ledger()[0], calm(1)[0])]
+    assert ids[0] == ids[1]
+    assert (run.folder / "final" / "model.safetensors").exists()
+
+
+def test_the_async_loop_runs_on_workers_that_come_with_demand(tmp_path: Path, address: str) -> None:
+    flags = ("--runtime.name=ray", "--runtime.rollout_workers=[1, 2]", f"--runtime.address={address}")
+    with a_run(tmp_path, *flags, "--run.max_lag=1", "--run.steps=4", settings=LOCAL) as run:
+        assert run.process.wait(240) == 0, run.stderr.read_text()
+    trained = [line for line in lines(run.folder) if "version/lag_mean" in line]
+    assert len(trained) == 4
+    assert any(line["version/lag_mean"] > 0 for line in trained)
+
+
+def test_every_worker_that_cannot_start_is_told_in_one_error(tmp_path: Path, address: str) -> None:
+    """The trainer and the rollout workers find broken weights; the driver and the reward worker need none."""
+    model = tmp_path / "model"
+    shutil.copytree(EMBEDDED, model)
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    flags = (*WORKERS, f"--runtime.address={address}", f"--model.name={model}")
+    with a_run(tmp_path / "run", *flags, settings=LOCAL) as run:
+        assert run.process.wait(START_S) == 2
+        assert none_left(run)
+    told = run.stderr.read_text()
+    assert "3 of 5 workers could not be made ready" in told
+    assert "trainer-1, rollout-1, rollout-2: model.name" in told
+    assert not run.folder.exists()
+
+
+def test_a_cluster_without_room_says_what_is_missing(tmp_path: Path, address: str) -> None:
+    flags = ("--runtime.name=ray", f"--runtime.address={address}", "--runtime.cpus_per_worker=12")
+    with a_run(tmp_path, *flags, "--runtime.start_s=3", settings=LOCAL) as run:
+        assert run.process.wait(START_S) == 1
+    told = run.stderr.read_text()
+    assert "3 kinds of workers have no place" in told
+    assert "12 CPU, the cluster has 16 CPU" in told
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"engine": {"name": "pool"}}, "engine.name = 'pool' does not go with runtime.name = 'ray'"),
+        ({"runtime": {"rollout_workers": [3, 2]}}, "the fewest come first"),
+        ({"runtime": {"linger_s": 5}}, "runtime.linger_s has no effect"),
+        ({"sync": {"root": "weights"}}, "sync.root has no effect"),
+        ({"runtime": {"address": "ray://head:10001"}}, "give 'auto' or host:port"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(tmp_path: Path, tables: dict[str, Any], told: str) -> None:
+    from podium.run import train
+
+    whole = small_tables(tmp_path / "run") | tables
+    whole["runtime"] = {"name": "ray"} | tables.get("runtime", {})
+    with pytest.raises(InputError, match=told.replace("(", r"\(")):
+        train(Settings.from_dict(whole))
+
+
+def test_weights_go_by_the_channels_of_the_workers(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path) | {"runtime": {"name": "ray"}}
+    assert Settings.from_dict(tables).sync.name == "adapter"
+    assert Settings.from_dict(tables | {"model": {"device": "cpu", "lora": False}}).sync.name == "disk"
+    with pytest.raises(InputError, match="does not reach"):
+        Settings.from_dict(tables | {"sync": {"name": "shared"}})
