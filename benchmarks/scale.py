@@ -66,7 +66,9 @@ def main() -> None:
     stored = measured(options.steps, options.rounds) if options.measure else stored_results()
     show_check(stored["check"])
     lengths = lengths_of_run(options.lengths) if options.lengths else LogNormal(median=600, sigma=0.9, most=4096)
-    stored["scale"] = sweep(h200(stored), lengths, options.sizes)
+    if options.sizes:
+        costs = h200(stored)
+        stored |= {"scale_costs": asdict(costs), "scale": sweep(costs, lengths, options.sizes)}
     if options.out:
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
 
