@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,6 +36,8 @@ CHECKS = {
     "2 workers, max_lag 1": (16, 2, 1),
 }
 """Prompts a step, workers and lag of the runs that are predicted and measured."""
+TOLERANCE = 0.15
+"""Of a prediction."""
 MOST_OTHERS, HALVINGS = 32.0, 8
 SIZES = (1, 4, 16, 64, 256, 1024)
 GROUPS_PER_WORKER = 8
@@ -64,11 +67,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     stored = measured(options.steps, options.rounds) if options.measure else stored_results()
-    show_check(stored["check"])
+    errors = show_check(stored["check"])
     lengths = lengths_of_run(options.lengths) if options.lengths else LogNormal(median=600, sigma=0.9, most=4096)
-    stored["scale"] = sweep(h200(stored), lengths, options.sizes)
+    if options.sizes:
+        costs = h200(stored)
+        stored |= {"scale_costs": finite(asdict(costs)), "scale": sweep(costs, lengths, options.sizes)}
     if options.out:
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
+    if options.measure and (beyond := [label for label, error in errors.items() if abs(error) > TOLERANCE]):
+        sys.exit(f"not within {TOLERANCE:.0%}: {', '.join(beyond)}; measure again while nobody else uses the machine")
 
 
 def stored_results() -> dict[str, Any]:
@@ -241,6 +248,11 @@ def sweep(costs: Costs, lengths: Lengths, sizes: Sequence[int]) -> list[dict[str
     return rows
 
 
+def finite(costs: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has it: without what is infinite, and so no limit."""
+    return {name: value for name, value in costs.items() if value != float("inf")}
+
+
 def rounded(found: Outcome) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in asdict(found).items()}
 
@@ -257,13 +269,17 @@ def show_row(size: int, found: Outcome, linear: float, gains: Mapping[str, float
     )
 
 
-def show_check(check: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+def show_check(check: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """The relative error of each prediction, over all rounds."""
+    found = {}
     print("\nrun                              measured  predicted   error  (by round)")
     for label, rounds in check.items():
         seen, told = (fmean(each[name] for each in rounds) for name in ("measured_s", "predicted_s"))
         errors = [each["predicted_s"] / each["measured_s"] - 1 for each in rounds]
+        found[label] = told / seen - 1
         spread = f"({min(errors):+.0%} … {max(errors):+.0%})"
-        print(f"{label:<32} {seen:7.3f}s   {told:7.3f}s  {told / seen - 1:+6.1%}  {spread}")
+        print(f"{label:<32} {seen:7.3f}s   {told:7.3f}s  {found[label]:+6.1%}  {spread}")
+    return found
 
 
 def _torch_version() -> str:
