@@ -7,7 +7,8 @@ What is held already is used; anything else is loaded first. So a second executi
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,30 @@ async def stored(name: str, write: Callable[[Path], Any]) -> Dir:
         return await Dir.from_local(folder, remote_destination=place)
 
 
+@asynccontextmanager
+async def fetched(place: Dir) -> AsyncIterator[Path]:
+    """A stored folder on this machine; what had to be fetched goes again, or a warm container's disk would fill."""
+    if not storage.is_remote(place.path):
+        yield Path(place.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="podium-") as scratch:
+        yield Path(await place.download(str(Path(scratch) / "folder")))
+
+
 def write_batches(folder: Path, batches: Sequence[Batch]) -> None:
     """As a file: what is passed to a task as bytes, Flyte would pickle."""
     (folder / BATCHES).write_bytes(batches_to_bytes(batches))
 
 
 async def read_batches(place: Dir) -> list[Batch]:
-    return batches_from_bytes((Path(await place.download()) / BATCHES).read_bytes())
+    async with fetched(place) as folder:
+        return batches_from_bytes((folder / BATCHES).read_bytes())
+
+
+async def read_state(place: Dir) -> dict[str, Any]:
+    """A trainer's, from the file that a checkpoint has."""
+    async with fetched(place) as folder:
+        return await asyncio.to_thread(read_tensors, folder)
 
 
 class Writer:
@@ -122,9 +140,9 @@ class Writer:
         if self._weights == weights.path:
             return
         self._weights = None
-        root = Path(await weights.download())
-        [folder] = [path for path in root.iterdir() if path.is_dir()]
-        await self._engine.load_folder(folder, version)
+        async with fetched(weights) as root:
+            [folder] = [path for path in root.iterdir() if path.is_dir()]
+            await self._engine.load_folder(folder, version)
         tolerance = parity_tolerance(self._job.settings, self._engine)
         await check_parity(_Said(expected), self._engine, self._job.probe, version, tolerance)  # type: ignore[arg-type]
         self._weights = weights.path
@@ -197,7 +215,7 @@ class Learner:
             set_random_state(self._tensors)  # others may have drawn from it meanwhile
             return
         self._state, self.is_new = None, False
-        self._tensors = read_tensors(Path(await state.download()))
+        self._tensors = await read_state(state)
         await on_device_thread(self._trainer.load_state, self._tensors)
         self._state = state.path
 

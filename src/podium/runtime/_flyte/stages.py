@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import podium.errors
-from podium.checkpoint_files import TENSORS, read_tensors
+from podium.checkpoint_files import TENSORS
 from podium.errors import EngineError, PodiumError
 from podium.records import Batch, Group, Plan, Prompt, RunState, UpdateResult
 from podium.run_folder import RunFolder
@@ -30,7 +30,7 @@ from podium.runtime._around import Around
 from podium.runtime._flyte import tasks
 from podium.runtime._flyte.environments import RETRIES
 from podium.runtime._flyte.job import groups_from_text, groups_to_text, prompts_to_text, result_from_plain
-from podium.runtime._flyte.replica import Step, release, stored, write_batches
+from podium.runtime._flyte.replica import Step, read_state, release, stored, write_batches
 from podium.runtime._flyte.sdk import Dir, errors, flyte, storage
 
 
@@ -212,7 +212,8 @@ class RemoteTrainer:
         return self._version, self._now
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._restored or read_tensors(Path(self._now.state.download_sync()))
+        """Called beside the event loop."""
+        return self._restored or asyncio.run(read_state(self._now.state))
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._restored = dict(tensors)
