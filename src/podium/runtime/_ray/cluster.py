@@ -37,8 +37,8 @@ for _ in 1 2 3; do
     sleep 1
 done
 """
-"""A shell whose input ends when this process does. Ray's processes have the folder in their arguments, or end with those
-that have; some of them would take a while to notice."""
+"""A shell whose input ends when this process does. Ray's processes have the folder in their arguments, or end with
+those that have; some of them would take a while to notice."""
 CLOSE_S = 20.0
 KNOCK_S = 10.0
 LONGEST_PLACE = 24
