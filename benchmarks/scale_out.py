@@ -1,8 +1,10 @@
 """What Ray costs and what it gains: the same run in one process, with one rollout worker on Ray and with two.
 
 The contenders take turns, round by round, so that what else the machine does falls on all; each is a run of the command
-line with one thread a process. Compare ratios within a round, not seconds. `driver_cpu_s` is the processor time of the
-driver's process alone for 1,000 rollouts: what stays in one place however many machines there are.
+line with one thread a process. Compare ratios within a round, not seconds. On a machine with other work to do compare
+processor times only: there a run of several processes is given more of the cores than one of a single process.
+`all_cpu_s` is the processor time of all processes of a run for 1,000 rollouts, `driver_cpu_s` that of the driver's
+alone: what stays in one place however many machines there are.
 
     python benchmarks/scale_out.py --out benchmarks/results/scale_out_cpu.json
 """
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -34,6 +37,7 @@ WARM_UP = 2
 """Steps that are not measured."""
 ROLLOUTS_PER_PROMPT = 8
 LONGEST_S = 1800.0
+MARK = "PODIUM_SCALE_OUT"
 
 
 def main() -> None:
@@ -79,25 +83,28 @@ def measure(folder: Path, tables: dict[str, Any], prompts: int) -> dict[str, flo
     folder.mkdir()
     (folder / "settings.toml").write_text(tomli_w.dumps(tables))
     command = [sys.executable, "-m", "podium.cli", "train", str(folder / "settings.toml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: str(folder)}
     steps = tables["run"]["steps"]
     process = subprocess.Popen([*command, f"--run.folder={folder / 'run'}", "--quiet"], env=environment)
-    marks: dict[int, float] = {}
+    marks: dict[int, tuple[float, float]] = {}
     deadline = time.monotonic() + LONGEST_S
     while process.poll() is None and time.monotonic() < deadline:
         done = len(steps_of(folder / "run"))
         if done >= WARM_UP and done not in marks:
-            marks[done] = processor_s(process.pid)
+            marks[done] = processor_s(process.pid), sum(map(processor_s, processes_of(folder)))
         time.sleep(0.05)
     if process.wait(timeout=60) != 0:
         sys.exit(f"{folder.name} failed")
     lines = steps_of(folder / "run")[WARM_UP:]
     rollouts = prompts * ROLLOUTS_PER_PROMPT
-    first, last = min(marks), max(mark for mark in marks if mark <= steps)
+    first, last = min(marks), max(mark for mark in marks if mark < steps)  # after the last one workers end
+    driver_s, all_s = (after - before for before, after in zip(marks[first], marks[last], strict=True))
+    thousands = rollouts * (last - first) / 1000
     return {
         "step_s": median(sum(line.get(f"time/{stage}_s", 0.0) for stage in STAGES) for line in lines),
         "rollouts_per_s": rollouts / median(line["time/rollout_s"] for line in lines),
-        "driver_cpu_s": 1000 * (marks[last] - marks[first]) / (rollouts * max(1, last - first)),
+        "all_cpu_s": all_s / thousands,
+        "driver_cpu_s": driver_s / thousands,
     }
 
 
@@ -107,11 +114,21 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if "eval" not in line]
 
 
+def processes_of(folder: Path) -> list[int]:
+    """All that have the run's mark in their environment."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 def processor_s(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return float("nan")
+        return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -123,6 +140,7 @@ def compare(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
         compared[contender] = {key: median(run[key] for run in runs) for key in runs[0]} | {
             "step_s_to_local": median(run["step_s"] / local["step_s"] for run, local in pairs),
             "rollouts_per_s_to_local": median(run["rollouts_per_s"] / local["rollouts_per_s"] for run, local in pairs),
+            "all_cpu_s_to_local": median(run["all_cpu_s"] / local["all_cpu_s"] for run, local in pairs),
         }
     return compared
 
@@ -138,12 +156,13 @@ def describe() -> dict[str, Any]:
 
 
 def show(compared: dict[str, dict[str, float]]) -> None:
-    print("\n| | s a step | to local | rollouts/s while sampling | to local | driver's CPU s for 1,000 rollouts |")
-    print("|---|---|---|---|---|---|")
+    print("\n| | s a step | to local | rollouts/s | to local | CPU s for 1,000 rollouts | to local | driver's |")
+    print("|---|---|---|---|---|---|---|---|")
     for contender, row in compared.items():
         print(
             f"| {contender} | {row['step_s']:.2f} | {row['step_s_to_local']:.2f} | {row['rollouts_per_s']:.0f} | "
-            f"{row['rollouts_per_s_to_local']:.2f} | {row['driver_cpu_s']:.2f} |"
+            f"{row['rollouts_per_s_to_local']:.2f} | {row['all_cpu_s']:.2f} | {row['all_cpu_s_to_local']:.2f} | "
+            f"{row['driver_cpu_s']:.2f} |"
         )
 
 

@@ -200,15 +200,13 @@ def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
         namespace = f"podium-{RunFolder(run.folder).run_id}"
         os.kill(frozen := pids(run, "rollout")[0], signal.SIGSTOP)
         while len(kills) < KILLS:
-            if len(run.living()) < 3:
-                time.sleep(0.05)
-            else:
-                kind = choice.choice(["rollout", "reward", "reward"])
-                fresh = [name for name in actors_of(run) if name.startswith(kind) and name not in kills]
-                if fresh:
-                    ray.kill(ray.get_actor(name := choice.choice(fresh), namespace=namespace))
-                    kills.append(name)
-                time.sleep(choice.random() * 0.3)
+            kind = choice.choice(["rollout", "reward", "reward"])
+            serving = [name.partition(".")[0] for name in run.living() if name.startswith(kind)]
+            fresh = [each for each in actors_of(run) if each.rpartition("-")[0] in serving and each not in kills]
+            if fresh and len(run.living()) > 2:
+                ray.kill(ray.get_actor(victim := choice.choice(fresh), namespace=namespace))
+                kills.append(victim)
+            time.sleep(choice.random() * 0.3)
             assert run.process.poll() is None, run.stderr.read_text()
         run.until(lambda: len(run.living()) == 4, 90)
         steps = run.num_steps() + 1
@@ -217,7 +215,7 @@ def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
         everyone = [*pids(run, "rollout"), *pids(run, "reward"), run.events("trainer_started")[0]["pid"]]
         assert none_left(run)
         assert gone(everyone)
-    reasons = [event["reason"] for kind in ("worker_lost", "start_failed") for event in run.events(kind)]
+    reasons = [event["reason"] for event in run.events("worker_lost")]
     assert sum("ray.kill" in reason for reason in reasons) == KILLS
     assert sum("frozen" in reason for reason in reasons) == 1
     assert not is_alive(frozen)

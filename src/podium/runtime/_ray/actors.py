@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from podium.errors import PodiumError
 from podium.runtime._ray.calls import named
 from podium.runtime._ray.cluster import Cluster
 
+MOMENT_S, MOMENTS = 0.05, 20
 RETURN_S = 20.0
 """For workers that a former driver left, to say what they hold."""
 
@@ -55,7 +57,7 @@ class Actors:
         if not self.can_return:
             place = replace(place, linger_s=None)  # Ray ends it with the driver
         elif not self.cluster.is_own:
-            name = f"{self.name}-{secrets.token_hex(4)}"
+            name = f"{self.name}-{seat}-{secrets.token_hex(4)}"
             asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
         actor = ray.remote(self.cls).options(**asked).remote(place, *self.arguments, *more)
         self.started.append(actor)
@@ -131,12 +133,19 @@ class Member:
 
 
 def end(actor: Any, pid: int | None) -> None:
-    """Kills it. Ray gives a frozen process some seconds; one on this machine gets no more than any other."""
+    """Kills it. Ray gives a frozen process some seconds, one on this machine gets a moment."""
     with suppress(Exception):  # it, or the whole cluster, is gone already
         ray.kill(actor)
     if pid is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        _kill_if_it_stays(pid)
+
+
+def _kill_if_it_stays(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        for _ in range(MOMENTS):
+            time.sleep(MOMENT_S)
+            os.kill(pid, 0)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _find(name: str, namespace: str) -> Any:

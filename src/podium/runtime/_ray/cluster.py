@@ -27,8 +27,18 @@ from podium.errors import InputError, ProvisionError
 from podium.runtime._ray.tenant import Place
 
 LINGER_S = 300.0
-CLEANER = 'read -r line; for _ in 1 2 3; do sleep 1; rm -rf "$1"; done'
-"""Its input ends when this process does; Ray's end a moment later."""
+CLEANER = """
+read -r line
+for _ in 1 2 3; do
+    for process in /proc/[0-9]*; do
+        [ "$process" = "/proc/$$" ] || ! grep -qsF "$1" "$process/cmdline" || kill -KILL "${process#/proc/}"
+    done
+    rm -rf "$1"
+    sleep 1
+done
+"""
+"""A shell whose input ends when this process does. Ray's processes have the folder in their arguments, or end with
+those that have; some of them would take a while to notice."""
 CLOSE_S = 20.0
 KNOCK_S = 10.0
 LONGEST_PLACE = 24
