@@ -29,12 +29,14 @@ from podium.runtime._ray.tenant import Place
 LINGER_S = 300.0
 CLEANER = """
 read -r line
-for _ in 1 2 3; do
-    for process in /proc/[0-9]*; do
-        [ "$process" = "/proc/$$" ] || ! grep -qsF "$1" "$process/cmdline" || kill -KILL "${process#/proc/}"
+for _ in 1 2 3 4; do
+    for found in $(grep -lsF "$1" /proc/[0-9]*/cmdline); do
+        process=${found#/proc/}
+        process=${process%/cmdline}
+        [ "$process" = "$$" ] || kill -KILL "$process" 2>/dev/null
     done
     rm -rf "$1"
-    sleep 1
+    sleep 0.3
 done
 """
 """A shell whose input ends when this process does. Ray's processes have the folder in their arguments, or end with
