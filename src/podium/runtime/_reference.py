@@ -133,6 +133,15 @@ def check_reference(settings: Settings) -> None:
         raise InputError(f"model.reference.device = {given.device!r}: there is no such device; there are: {names}")
 
 
+def refuse_reference_apart(settings: Settings) -> None:
+    """For runtimes whose trainer is in another process than the loop."""
+    if isinstance(settings.model.reference, SeparateReference):
+        raise InputError(
+            f"model.reference.device does not go with runtime.name = {settings.runtime.name!r}; use model.reference = "
+            "'initial', which the trainer keeps, or runtime.name = 'local'"
+        )
+
+
 def _environment(device: str) -> dict[str, str]:
     """With one GPU to be seen, the one that is meant."""
     kind, _, number = device.partition(":")

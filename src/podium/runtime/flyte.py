@@ -15,6 +15,7 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import Wired
 from podium.runtime._core import check_ranks
 from podium.runtime._launch import launched_by
+from podium.runtime._reference import refuse_reference_apart
 from podium.settings import Settings
 
 ENGINES = ("inprocess", "vllm_local")
@@ -86,6 +87,7 @@ def flyte(
 def check_settings(settings: Settings) -> None:
     """What would have no effect, or could not work, with stages in containers of their own."""
     check_ranks(settings, 1)
+    refuse_reference_apart(settings)
     options = settings.runtime.options
     if options["replicas"][0] > options["replicas"][1]:
         raise InputError(f"runtime.replicas = {list(options['replicas'])}: the fewest are more than the most")

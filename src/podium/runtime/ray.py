@@ -32,6 +32,7 @@ from podium.runtime._engine import make_delivery
 from podium.runtime._keep import check_space, check_start
 from podium.runtime._ray.environment import prepare_import
 from podium.runtime._ray.limits import Limits
+from podium.runtime._reference import refuse_reference_apart
 from podium.runtime._reports import check_reports
 from podium.runtime._stages import Parts, wire
 from podium.settings import Settings
@@ -143,6 +144,7 @@ def _refuse(
     settings: Settings, replicas: tuple[int, int], ranks: int, address: str | None, linger_s: float | None
 ) -> None:
     """What has no effect, or cannot be right, said before anything starts."""
+    refuse_reference_apart(settings)
     engine, sync = settings.engine, settings.sync.options
     if engine.name not in ENGINES:
         raise InputError(
