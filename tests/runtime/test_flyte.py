@@ -333,6 +333,9 @@ def test_a_run_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+APART = {"model": {"lora": False, "reference": {"device": "cpu"}}, "loss": {"kl_beta": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("sections", "complaint"),
     [
@@ -342,7 +345,7 @@ def test_a_run_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         ({"runtime": {"name": "flyte", "replicas": [4, 1]}}, "the fewest are more than the most"),
         ({"runtime": {"name": "flyte", "warm": ["driver"]}}, r"runtime\.warm"),
         ({"model": {"device": "cpu", "dtype": "bfloat16"}}, "another container"),
-        ({"model": {"lora": False, "reference": {"device": "cpu"}}}, r"model\.reference\.device does not go with"),
+        (APART, r"model\.reference\.device does not go with"),
     ],
 )
 def test_what_tasks_cannot_do_is_refused_before_anything_starts(

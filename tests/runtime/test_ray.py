@@ -339,6 +339,9 @@ def test_a_cluster_without_room_says_what_is_missing(tmp_path: Path, address: st
     assert "12 CPU, the cluster has 16 CPU" in told
 
 
+APART = {"model": {"lora": False, "reference": {"device": "cpu"}}, "loss": {"kl_beta": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("tables", "told"),
     [
@@ -347,7 +350,7 @@ def test_a_cluster_without_room_says_what_is_missing(tmp_path: Path, address: st
         ({"runtime": {"linger_s": 5}}, "runtime.linger_s has no effect"),
         ({"sync": {"root": "weights"}}, "sync.root has no effect"),
         ({"runtime": {"address": "ray://head:10001"}}, "give 'auto' or host:port"),
-        ({"model": {"lora": False, "reference": {"device": "cpu"}}}, "model.reference.device does not go with"),
+        (APART, "model.reference.device does not go with"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(tmp_path: Path, tables: dict[str, Any], told: str) -> None:
