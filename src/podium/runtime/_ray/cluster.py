@@ -30,17 +30,17 @@ LINGER_S = 300.0
 CLEANER = """
 read -r line
 for _ in 1 2 3 4; do
-    for found in $(grep -lsF "$1" /proc/[0-9]*/cmdline); do
+    for found in $(grep -lsF "PODIUM_RAY=$1" /proc/[0-9]*/environ); do
         process=${found#/proc/}
-        process=${process%/cmdline}
+        process=${process%/environ}
         [ "$process" = "$$" ] || kill -KILL "$process" 2>/dev/null
     done
     rm -rf "$1"
     sleep 0.3
 done
 """
-"""A shell whose input ends when this process does. Ray's processes have the folder in their arguments, or end with
-those that have; some of them would take a while to notice."""
+"""A shell whose input ends when this process does. Ray's processes have the folder in their environment; some would
+take a while to notice that they are alone."""
 CLOSE_S = 20.0
 KNOCK_S = 10.0
 LONGEST_PLACE = 24
@@ -74,6 +74,7 @@ class Cluster:
         self._cleaner = subprocess.Popen(
             ["/bin/sh", "-c", CLEANER, "sh", str(self._folder)], stdin=subprocess.PIPE, start_new_session=True
         )
+        os.environ["PODIUM_RAY"] = str(self._folder)
         cpus = max(len(os.sched_getaffinity(0)), int(num_cpus + 0.999))
         with _own_signals():
             ray.init(num_cpus=cpus, include_dashboard=False, _temp_dir=str(self._folder), **shared)
