@@ -54,6 +54,11 @@ def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.Monkey
     assert why == "engine inprocess is taken; vllm_local: vllm is not installed"
 
 
+def test_what_is_measured_here_says_nothing_of_machines_elsewhere() -> None:
+    with pytest.raises(InputError, match=r"engines are elsewhere; name one: inprocess, vllm_local"):
+        choose_engine(an_auto(runtime={"name": "ray"}))
+
+
 def test_another_engine_stays_as_it_is() -> None:
     settings = Settings.from_dict(TABLES)
     assert choose_engine(settings) == (settings, "")

@@ -53,6 +53,11 @@ def choose_engine(settings: Settings) -> tuple[Settings, str]:
     """The settings with an engine's name in place of `auto`, and a sentence for people; others stay as they are."""
     if settings.engine.name != "auto":
         return settings, ""
+    if settings.runtime.name != "local":
+        raise InputError(
+            f"engine.name = 'auto' measures on this machine, and with runtime.name = {settings.runtime.name!r} engines "
+            f"are elsewhere; name one: {', '.join(CANDIDATES)}"
+        )
     possible = [_refused(settings, name) or Candidate(name) for name in CANDIDATES]
     if sum(not each.failure for each in possible) > 1:
         possible = [each if each.failure else measure(settings, each.name) for each in possible]

@@ -83,6 +83,7 @@ CLASSES: dict[str, Class] = {
     "runtime.linger_s": "free",
     "runtime.start_s": "free",
     "runtime.frozen_s": "free",
+    "runtime.stalled_s": "free",
     "runtime.recovery_s": "free",
     "runtime.max_restarts": "free",
 }

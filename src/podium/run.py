@@ -86,7 +86,11 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     with StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
-        folder.create()
+        try:
+            folder.create()
+        except BaseException:
+            wired.close()
+            raise
         if choice:
             folder.event("engine_chosen", message=choice)
         return _run(folder, wired, stop)
@@ -216,12 +220,10 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
             raise named from error
         raise
     finally:
-        wired.watch.end()
-        wired.stages.reward.close()
-        wired.engine.close()
-        wired.stages.sync.close()
-        wired.end()
-        folder.unlock()
+        try:
+            wired.close()
+        finally:
+            folder.unlock()
 
 
 def _named(error: BaseException, folder: RunFolder) -> BaseException:

@@ -131,9 +131,9 @@ class Run:
         [pid] = {_parent(pid) for pid in self.living().values()}
         return pid
 
-    def left_behind(self) -> list[Any]:
-        """Processes and files, 5 seconds after the end at the latest."""
-        deadline = time.monotonic() + 5
+    def left_behind(self, within_s: float = 5.0) -> list[Any]:
+        """Processes and files, so long after the end."""
+        deadline = time.monotonic() + within_s
         while (left := [*self.processes(), *self.tmp.iterdir()]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left

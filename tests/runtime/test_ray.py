@@ -30,8 +30,9 @@ from tests.engine.chaos import SETTINGS, Run, a_run
 
 os.environ |= OWN | {"RAY_AUTH_TOKEN": "a" * 64}  # Ray reads them when it is imported
 pytest.importorskip("ray", reason="needs Ray: pip install 'podium-rl[ray]'")
+pytestmark = pytest.mark.timeout(900)
 
-KILLS = 20
+KILLS, CPUS = 20, 16
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "settings.toml"
 LOCAL = SETTINGS.replace('[engine]\nname = "pool"\n', "")
 WORKERS = ("--runtime.name=ray", "--runtime.rollout_workers=2", "--runtime.reward_workers=2")
@@ -49,7 +50,7 @@ def address() -> Iterator[str]:
         port = probe.getsockname()[1]
         probe.close()
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-        flags = ["--num-cpus=16", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
+        flags = [f"--num-cpus={CPUS}", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
         head = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for_port(port)
@@ -108,7 +109,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def gone(processes: list[int], within_s: float = 10.0) -> bool:
+def gone(processes: list[int], within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -126,7 +127,7 @@ def actors_of(run: Run) -> list[str]:
 
 def none_left(run: Run) -> bool:
     """No actor; Ray knows of the end of a process a moment after it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while actors_of(run) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not actors_of(run)
@@ -150,7 +151,7 @@ def test_the_demo_learns_on_ray_as_it_does_in_one_process_and_leaves_nothing(tmp
         run.until(lambda: run.events("trained"), 240)
         listening = listeners(run.processes())
         assert run.process.wait(240) == 0, run.stderr.read_text()
-        assert run.left_behind() == []
+        assert run.left_behind(within_s=60) == []
     assert run.ledger() == local.ledger()
     trained = [each.folder / "final" / "adapter_model.safetensors" for each in (run, local)]
     assert trained[0].read_bytes() == trained[1].read_bytes()
@@ -187,18 +188,18 @@ def listeners(processes: list[int]) -> list[str]:
     return [row[3].rpartition(":")[0] for row in ours]
 
 
-@pytest.mark.timeout(400)
 def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
     tmp_path: Path, address: str, calm: Callable[[int], list[bytes]]
 ) -> None:
     import ray
 
     choice, kills = random.Random(0), []
-    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.frozen_s=3")
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.frozen_s=6")
     with a_run(tmp_path / "killed", *flags, settings=LOCAL) as run:
         run.until(lambda: run.num_steps() > 0, START_S)
         namespace = f"podium-{RunFolder(run.folder).run_id}"
         os.kill(frozen := pids(run, "rollout")[0], signal.SIGSTOP)
+        run.until(lambda: any("frozen" in event["reason"] for event in run.events("worker_lost")), 90)
         while len(kills) < KILLS:
             kind = choice.choice(["rollout", "reward", "reward"])
             serving = [name.partition(".")[0] for name in run.living() if name.startswith(kind)]
@@ -217,7 +218,6 @@ def test_twenty_kills_of_workers_change_nothing_in_the_ledger(
         assert gone(everyone)
     reasons = [event["reason"] for event in run.events("worker_lost")]
     assert sum("ray.kill" in reason for reason in reasons) == KILLS
-    assert sum("frozen" in reason for reason in reasons) == 1
     assert not is_alive(frozen)
     assert run.events("redispatched")  # workers really were in the middle of something
     disturbed = run.ledger()
@@ -251,13 +251,19 @@ def test_a_killed_driver_goes_on_with_the_workers_that_it_left(
 
 
 def test_workers_that_nobody_comes_back_for_leave(tmp_path: Path, address: str) -> None:
+    import ray
+
     flags = (*WORKERS, f"--runtime.address={address}", "--runtime.linger_s=8")
     with a_run(tmp_path, *flags, settings=LOCAL) as run:
         run.until(lambda: run.events("trained"), START_S)
         run.process.kill()
         run.process.wait(30)
-        assert gone([*pids(run, "rollout"), *pids(run, "reward")], within_s=40)
+        assert gone([*pids(run, "rollout"), *pids(run, "reward")], within_s=60)
         assert none_left(run)
+        deadline = time.monotonic() + 60
+        while ray.available_resources()["CPU"] < CPUS and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert ray.available_resources()["CPU"] == CPUS, "nobody else can have their places"
 
 
 def test_nothing_is_left_of_a_runs_own_cluster_when_its_driver_is_killed(
@@ -268,7 +274,7 @@ def test_nothing_is_left_of_a_runs_own_cluster_when_its_driver_is_killed(
         run.until(lambda: run.events("committed"), START_S)
         run.process.kill()
         run.process.wait(30)
-        assert run.left_behind() == []
+        assert run.left_behind(within_s=60) == []
         steps = run.num_steps() + 2
         done = resume(run, f"--run.steps={steps}")
         assert done.returncode == 0, done.stderr

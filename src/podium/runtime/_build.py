@@ -1,6 +1,7 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +47,18 @@ class Wired:
     watch: Watch
     end: Callable[[], None] = lambda: None
     """Ends what the runtime itself started; called last."""
+
+    def close(self) -> None:
+        """Everything that was started, one after the other; what fails to close keeps nothing else open."""
+        with ExitStack() as last_first:
+            for close in (
+                self.end,
+                self.stages.sync.close,
+                self.engine.close,
+                self.stages.reward.close,
+                self.watch.end,
+            ):
+                last_first.callback(close)
 
 
 def check_trainer(settings: Settings) -> None:

@@ -74,6 +74,10 @@ def ray(
     ] = None,
     start_s: Annotated[Seconds, Field(description="for workers to start and load the model")] = 600.0,
     frozen_s: Annotated[Seconds, Field(description="a worker silent for so long is taken for dead")] = 10.0,
+    stalled_s: Annotated[
+        Seconds,
+        Field(description="and a rollout worker that wrote no token for so long; writing a batch may take that"),
+    ] = 60.0,
     recovery_s: Annotated[
         Seconds, Field(description="without any worker of a kind for so long, the run fails")
     ] = 300.0,
@@ -91,7 +95,7 @@ def ray(
     from podium.runtime._ray.staff import Needs, Staff
 
     needs = Needs(replicas, reward_workers, ranks, gpus_per_rollout_worker, gpus_per_rank, cpus_per_worker)
-    limits = Limits(start_s, frozen_s, recovery_s, max_restarts)
+    limits = Limits(start_s, frozen_s, stalled_s, recovery_s, max_restarts)
     staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:
         return wire(settings, folder, _parts(settings, folder, staff, *read), stop_requested, step, console_mode)

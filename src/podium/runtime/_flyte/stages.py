@@ -201,9 +201,13 @@ class RemoteTrainer:
         result = result_from_plain(told["result"])
         self._version += result.updated
         # Without an update the weights, and their version, are those before; the state may differ by its random part.
-        self._now = after if result.updated else replace(self._now, state=after.state)
         self._sender.step = step
-        await self._forget(after, packed)
+        if result.updated:
+            self._now = after
+            await self._forget(packed)
+        else:
+            self._now = replace(self._now, state=after.state)
+            await self._forget(packed, after.weights)
         return result
 
     async def published(self) -> tuple[int, Step]:
@@ -243,12 +247,13 @@ class RemoteTrainer:
         inputs = {"base": self._sender.base, "step": step, "version": self._version, "state": state}
         self._now, _ = step_of_reply(await self._sender.send(tasks.describe_state, {}, **inputs))
         self._restored = None
-        await self._forget(self._now)
+        await self._forget()
 
-    async def _forget(self, after: Step, *used: Dir) -> None:
+    async def _forget(self, *used: Dir) -> None:
         """Removes states and weights that no task will ask for: a checkpoint has its own copy."""
-        self._states.append(after.state)
-        self._weights.append(after.weights)
+        self._states.append(self._now.state)
+        if not self._weights or self._weights[-1] is not self._now.weights:
+            self._weights.append(self._now.weights)
         old = [self._states.pop(0) for _ in range(len(self._states) - 2)]
         first = int(self._keeps_first)
         old += [self._weights.pop(first) for _ in range(len(self._weights) - self._num_weights - first)]
@@ -263,7 +268,7 @@ def step_of_reply(reply: tuple[str, Dir, Dir]) -> tuple[Step, dict[str, Any]]:
 
 
 def _remove(path: str) -> None:
-    with suppress(OSError):  # a store that keeps everything costs room, nothing else
+    with suppress(Exception):  # whatever a store's client raises: one that keeps everything costs room, nothing else
         storage.get_underlying_filesystem(path=path).rm(path, recursive=True)
 
 

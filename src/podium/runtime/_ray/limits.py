@@ -7,5 +7,6 @@ from dataclasses import dataclass
 class Limits:
     start_s: float
     frozen_s: float
+    stalled_s: float
     recovery_s: float
     max_restarts: int

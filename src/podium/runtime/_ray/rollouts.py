@@ -25,7 +25,6 @@ from podium.runtime._ray.calls import named
 from podium.runtime._ray.limits import Limits
 
 MAX_REDISPATCHES = 5
-STALLED_S = 60.0
 REQUEST_S = 3600.0
 
 
@@ -92,7 +91,7 @@ class RolloutWorkers(Together):
         rules = Rules(replicas, 1, *waits, name=actors.name, kind="rollout workers", floor_name="the fewest")
         is_exact = engine == "inprocess"
         terms = Terms(PROMPTS_PER_REQUEST[engine], is_exact, MAX_REDISPATCHES, REQUEST_S, limits.recovery_s)
-        super().__init__(dtype, rules, Pulse(limits.frozen_s, STALLED_S), terms, DEFAULT_CONCURRENCY[engine])
+        super().__init__(dtype, rules, Pulse(limits.frozen_s, limits.stalled_s), terms, DEFAULT_CONCURRENCY[engine])
 
     async def load_shipment(self, shipment: Shipment, version: int) -> None:
         await self._thread.call(self._supervisor.push(Weights(shipment, version), self._begin))

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,4 +61,8 @@ class Tenant:
     def _leave_when_alone(self, limit_s: float) -> None:
         while self._num_loading or time.monotonic() - self._heard < limit_s:
             time.sleep(LOOK_S)
+        with suppress(Exception):  # one beyond the reserved places has none to give back
+            from ray.util import get_current_placement_group, remove_placement_group
+
+            remove_placement_group(get_current_placement_group())
         os._exit(0)

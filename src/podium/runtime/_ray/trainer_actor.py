@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,8 +65,12 @@ class TrainerActor(Tenant):
         return await asyncio.to_thread(self._build, steps, longest_prompt)
 
     async def follow(self) -> None:
-        """What every rank but 0 does from then on."""
-        await asyncio.to_thread(follow, join(), self._trainer, None)
+        """What every rank but 0 does from then on. One that fails ends its process, so that its fellows learn of it."""
+        try:
+            await asyncio.to_thread(follow, join(), self._trainer, None)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
 
     async def step(self, batches: bytes) -> UpdateResult:
         return await self._trainer.step(bytes_of.batches_from_bytes(batches))
