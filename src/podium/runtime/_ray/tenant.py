@@ -61,8 +61,9 @@ class Tenant:
     def _leave_when_alone(self, limit_s: float) -> None:
         while self._num_loading or time.monotonic() - self._heard < limit_s:
             time.sleep(LOOK_S)
-        with suppress(Exception):  # one beyond the reserved places has none to give back
+        with suppress(Exception):  # the cluster may be what went
             from ray.util import get_current_placement_group, remove_placement_group
 
-            remove_placement_group(get_current_placement_group())
+            if (group := get_current_placement_group()) is not None:  # one beyond the reserved places has none
+                remove_placement_group(group)
         os._exit(0)
