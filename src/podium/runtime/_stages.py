@@ -78,18 +78,39 @@ def wire(
         sync=cast(Sync, LoggedSync(sync, engine, folder)),
         checkpoint=build_checkpoint(settings, folder, parts.delivery.trainer, ledger, data, step, parts.begin),
         report=reports,
-        evaluation=HeldOut(
+        evaluation=evaluation(
+            settings,
             make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval"),
             scoring.for_evaluation(),
-            held_out.in_order() if held_out else [],
-            lambda state: data.end(state) is not None,
-            settings.eval.every,
-            reports.evaluated,
-            settings.eval.ks,
-            held_out.tables if held_out else None,
-            watch.at,
+            data,
+            held_out,
+            reports,
+            watch,
         ),
         stop_requested=stop_requested,
         event=folder.event,
     )
     return Wired(stoppable(watched(stages, watch), plan), engine, plan, reports, ledger, watch, parts.end)
+
+
+def evaluation(
+    settings: Settings,
+    rollout: Any,
+    scoring: Scoring,
+    data: OrderedData,
+    held_out: OrderedData | None,
+    reports: Reports,
+    watch: Watch,
+) -> HeldOut:
+    """Held-out prompts, every so often and when the data has ended."""
+    return HeldOut(
+        rollout,
+        scoring,
+        held_out.in_order() if held_out else [],
+        lambda state: data.end(state) is not None,
+        settings.eval.every,
+        reports.evaluated,
+        settings.eval.ks,
+        held_out.tables if held_out else None,
+        watch.at,
+    )

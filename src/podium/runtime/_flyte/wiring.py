@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.data._order import OrderedData
-from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.model.load import load_reader
 from podium.records import Plan
@@ -54,6 +53,7 @@ from podium.runtime._flyte.stages import (
 from podium.runtime._keep import check_space, check_start, checkpoint_hooks
 from podium.runtime._memory import MemoryPlan
 from podium.runtime._reports import build_reports, check_reports
+from podium.runtime._stages import evaluation
 from podium.runtime._stop import stoppable
 from podium.runtime._watch import Watch, watched
 from podium.settings import Settings
@@ -123,16 +123,14 @@ def wire(
         sync=cast(Any, LoggedSync(Stored(trainer, engines), cast(Any, engines), folder)),
         checkpoint=_checkpoint(driving, settings, folder, trainer, ledger, data.fingerprint, step),
         report=reports,
-        evaluation=HeldOut(
+        evaluation=evaluation(
+            settings,
             write("eval", settings.eval.n),
             known.scoring.for_evaluation().scored_by(score),
-            held_out.in_order() if held_out else [],
-            lambda state: data.end(state) is not None,
-            settings.eval.every,
-            reports.evaluated,
-            settings.eval.ks,
-            held_out.tables if held_out else None,
-            watch.at,
+            data,
+            held_out,
+            reports,
+            watch,
         ),
         stop_requested=stop_requested,
         event=folder.event,
