@@ -274,6 +274,19 @@ def test_workers_that_nobody_comes_back_for_leave(tmp_path: Path, address: str) 
         assert ray.available_resources()["CPU"] == CPUS, "nobody else can have their places"
 
 
+def test_reward_workers_with_code_that_may_be_edited_do_not_wait_for_another_driver(
+    tmp_path: Path, address: str
+) -> None:
+    flags = (*WORKERS, f"--runtime.address={address}", "--runtime.linger_s=20", "--reward.name=tests.dawdling:dawdling")
+    with a_run(tmp_path, *flags, settings=LOCAL) as run:
+        run.until(lambda: run.events("trained"), START_S)
+        run.process.kill()
+        run.process.wait(30)
+        assert gone(pids(run, "reward"), within_s=15)
+        assert all(map(is_alive, pids(run, "rollout")))
+        assert gone(pids(run, "rollout"))
+
+
 def test_nothing_is_left_of_a_runs_own_cluster_when_its_driver_is_killed(
     tmp_path: Path, calm: Callable[[int], list[bytes]]
 ) -> None:

@@ -123,7 +123,8 @@ class Staff:
         least = needs.rollout_workers[0]
         self._kinds.append(kind("trainer", TrainerActor, (tables, needs.ranks), needs.ranks, gpus[0], False))
         self._kinds.append(kind("rollout", RolloutActor, (self._engine_given(),), least, gpus[1], True))
-        self._kinds.append(kind("reward", RewardActor, (), needs.reward_workers, 0.0, True))
+        is_all_ours = not any(":" in reward.name for reward in settings.reward)  # else it may be edited meanwhile
+        self._kinds.append(kind("reward", RewardActor, (), needs.reward_workers, 0.0, is_all_ours))
         problems = _problems({each.name: lambda each=each: self._wait_for(each) for each in self._kinds})
         if problems:
             raise as_one(problems, len(self._kinds), "kinds of workers have no place")
