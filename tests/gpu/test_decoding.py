@@ -89,7 +89,7 @@ def test_greedy_answers_equal_the_plain_ones_for_every_size_of_the_ladder() -> N
     for size in ladder(192):
         asked = requests(size, vocabulary=1024)
         found, expected = generate(engine, asked, GREEDY), generate(plain(engine), asked, GREEDY)
-        assert engine._cuda.continuous is not None
+        assert engine._continuous is not None
         for key, answer in expected.items():
             assert found[key].token_ids == answer.token_ids, size
             for mine, theirs in zip(found[key].logprobs, answer.logprobs, strict=True):
@@ -106,7 +106,7 @@ def test_logprobs_are_the_trainers_with_refill_and_compaction(shape: str, dtype:
     stops = tuple(range(0, policy.vocabulary, 20))
     for sampling in (Sampling(max_new_tokens=40, stop_ids=stops), Sampling(max_new_tokens=40)):
         made = generate(engine, asked, sampling)
-        assert engine._cuda.continuous is not None
+        assert engine._continuous is not None
         assert sorted(made) == [request.key for request in asked]
         assert_trained_alike(policy, asked, made, dtype)
     lengths = {len(ids) for a in generate(engine, asked, Sampling(40, stop_ids=stops)).values() for ids in a.token_ids}
@@ -122,7 +122,7 @@ def test_draws_equal_those_of_the_plain_path(sampling: Sampling) -> None:
     engine = Inprocess(policy_of(wide_model()), concurrency=24)
     asked = requests(64, vocabulary=1024)
     found, expected = generate(engine, asked, sampling), generate(plain(engine), asked, sampling)
-    assert engine._cuda.continuous is not None
+    assert engine._continuous is not None
     same = [found[key].token_ids[k] == ids for key, a in expected.items() for k, ids in enumerate(a.token_ids)]
     assert sum(same) >= len(same) - 1  # a random number may fall on the edge between two ids
     for key, answer in expected.items():
@@ -143,7 +143,7 @@ def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dty
                     parameter.add_(0.03 * torch.randn_like(parameter))
         asyncio.run(engine.load_weights(policy.named_weights(), version))
         made = generate(engine, asked, GREEDY)
-        assert engine._cuda.continuous is not None
+        assert engine._continuous is not None
         assert_trained_alike(policy, asked, made, dtype)
         assert {key: a.token_ids for key, a in made.items()} != {key: a.token_ids for key, a in base.items()}
         assert all(answer.policy_versions == ((version, version),) * 8 for answer in made.values())
@@ -183,7 +183,7 @@ def test_a_step_waits_for_nothing() -> None:
     generate(engine, asked, Sampling(max_new_tokens=64))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step = engine._cuda.continuous._step  # type: ignore[union-attr]
+        step = engine._continuous._step  # type: ignore[union-attr]
         assert step is not None
         with torch.no_grad():
             for _ in range(8):

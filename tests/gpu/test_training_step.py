@@ -2,7 +2,6 @@
 
 import asyncio
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.model.test_attention import SHAPES, a_batch, a_model
 from tests.model.test_shared_prefix import documents_of
 
 from .test_cuda import gradients
+from .test_decoding import policy_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -43,8 +43,7 @@ def groups_of(count: int, vocabulary: int = 50) -> list[Group]:
 
 
 def a_trainer(model: Any, **options: Any) -> Single:
-    policy: Any = SimpleNamespace(model=model.cuda(), peft=None, device=torch.device("cuda"))
-    return Single(policy, Objective(grpo), lr=1e-6, precision="bfloat16", **options)
+    return Single(policy_of(model), Objective(grpo), lr=1e-6, precision="bfloat16", **options)
 
 
 def step(trainer: Single, groups: list[Group], budget: int, shared_prefix: bool = False) -> dict[str, float]:

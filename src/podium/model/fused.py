@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
@@ -49,9 +50,11 @@ def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
 def compile_layers(model: PreTrainedModel) -> None:
     """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only.
 
-    Sets torch's share of saved activations for the whole process.
+    Sets torch's share of saved activations for the whole process, and turns one of its fusions off: it saves little, is
+    searched for during most of a minute, and a batch that is small beside the first one would be compiled for anew.
     """
     torch._functorch.config.activation_memory_budget = SAVED_SHARE
+    torch._inductor.config.triton.mix_order_reduction = False
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
     for layers in model.get_decoder().children():
         if isinstance(layers, torch.nn.ModuleList):
