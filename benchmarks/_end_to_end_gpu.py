@@ -38,11 +38,13 @@ from _trl_config import trl_config
 from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
-CONTENDERS = ("podium", "podium-overlap", "podium-vllm", "trl-64", "trl-128")
+PODIUM = ("podium", "podium-overlap", "podium-vllm")
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
 SYSTEM_TURN = {"role": "system", "content": SYSTEM}
 VLLM_MEMORY_SHARE = 0.3
+PEAK_FLOPS = 790e12
+"""Of bfloat16 products on one H200, as `train_step.py` counts."""
 REWARD_WINDOW = 3
 """Steps over which the reward is averaged before it is compared with the threshold."""
 
@@ -52,20 +54,34 @@ class Workload:
     prompts_per_step: int
     max_new_tokens: int
     reward: str
+    trl_batches: tuple[int, ...] = ()
+    """Rollouts that TRL takes at a time; more than the largest do not fit beside vLLM."""
     threshold: float | None = None
     """Mean reward whose time is told."""
     shape: Mapping[str, Any] | None = None
     """Of random weights; None for the real model."""
 
+    @property
+    def contenders(self) -> list[str]:
+        return [*PODIUM, *(f"trl-{rollouts}" for rollouts in self.trl_batches)]
+
 
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "num_attention_heads": 16, "head_dim": 128}
 WORKLOADS = {
-    "smollm2-135m": Workload(64, 256, "arithmetic", threshold=0.2),
+    "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128), threshold=0.2),
     "qwen3-0.6b": Workload(
-        32, 512, "hash", shape=QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+        32,
+        512,
+        "hash",
+        (16, 32),
+        shape=QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     ),
     "qwen3-1.7b": Workload(
-        16, 1024, "hash", shape=QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+        16,
+        1024,
+        "hash",
+        (4, 8),
+        shape=QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
     ),
 }
 
@@ -81,10 +97,11 @@ def main(arguments: Sequence[str]) -> None:
     for model in args.models:
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.smollm2 if WORKLOADS[model].shape is None else random_model(model, args.smollm2, scratch)
-            for contender in args.contenders:
+            for contender in args.contenders or WORKLOADS[model].contenders:
                 measured = found["models"].setdefault(model, {"workload": asdict(WORKLOADS[model]), "contenders": {}})
                 if contender in measured["contenders"] and not args.again:
                     continue
+                measured["parameters"] = count_parameters(folder)
                 measured["contenders"][contender] = measure(args, model, contender, folder)
                 measured["ratios"] = ratios(measured["contenders"])
                 args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +113,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", help=f"{', '.join(PODIUM)}, trl-N; by default all of a model")
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, not measured; rewards count")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
@@ -206,6 +223,7 @@ def table(model: str, measured: Mapping[str, Any]) -> str:
         "generation s": ("generation_s_median", "{:.3f}"),
         "tokens/s": ("generated_tokens_per_s", "{:,.0f}"),
         "training s": ("training_s_median", "{:.3f}"),
+        "MFU": ("mfu", "{:.0%}"),
         "trained tok/s": ("trained_tokens_per_s", "{:,.0f}"),
         "tokens/step": ("generated_tokens_mean", "{:,.0f}"),
         "peak GB": ("peak_memory_gb", "{:.1f}"),
@@ -214,7 +232,10 @@ def table(model: str, measured: Mapping[str, Any]) -> str:
         "to threshold s": ("seconds_to_threshold", "{}"),
     }
     lines = [f"\n{model:<14}" + "".join(f"{title:>15}" for title in columns)]
-    for name, facts in measured["contenders"].items():
+    for name, told in measured["contenders"].items():
+        facts = dict(told)
+        if "trained_tokens_per_s" in facts:
+            facts["mfu"] = 6 * measured.get("parameters", 0) * facts["trained_tokens_per_s"] / PEAK_FLOPS
         cells = ["failed"] if "failed" in facts else [form.format(facts[key]) for key, form in columns.values()]
         lines.append(f"{name:<14}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join([*lines, f"ratios: {measured.get('ratios')}"])
@@ -238,12 +259,24 @@ def random_model(model: str, tokenizer: Path, scratch: str) -> Path:
     return Path(scratch)
 
 
+def count_parameters(folder: Path) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).num_parameters()
+
+
 def versions() -> dict[str, str]:
     import torch
 
     import podium
 
-    found = {"python": platform.python_version(), "podium": podium.__version__, "gpu": torch.cuda.get_device_name()}
+    found = {
+        "python": platform.python_version(),
+        "podium": podium.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
     for name in ("torch", "transformers", "trl", "vllm", "triton"):
         try:
             found[name] = version(name)
@@ -383,7 +416,7 @@ def run_trl(work: Workload, folder: Path, num_steps: int, *, micro_batch: int) -
         trainer.train()
 
 
-def podium_prompts(tokenizer: Any, work: Workload, num_steps: int) -> list[Any]:
+def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str = SYSTEM) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
     from podium.data._mixture import Source
     from podium.data._order import OrderedData
@@ -392,7 +425,7 @@ def podium_prompts(tokenizer: Any, work: Workload, num_steps: int) -> list[Any]:
 
     rows = arithmetic(operations="+")
     plan = Plan(num_steps, work.prompts_per_step, GROUP_SIZE)
-    data = OrderedData(rows, [Source("arithmetic", len(rows), 4096)], tokenizer, plan, SEED, SYSTEM)
+    data = OrderedData(rows, [Source("arithmetic", len(rows), 4096)], tokenizer, plan, SEED, system)
     return data.draw(RunState(), num_steps * work.prompts_per_step)
 
 
