@@ -346,7 +346,7 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
             "engine": vllm if variant == "-vllm" else {"name": "inprocess"},
             "filter": {"drop_no_signal": False},
             "trainer": {"lr": LEARNING_RATE, "precision": "bfloat16"},
-            "checkpoint": {"every": 0},
+            "checkpoint": {"every": 0, "keep": 1},
             "report": [{"name": f"{here}:Clock"}],
         }
         podium.train(podium.Settings.from_dict(tables))

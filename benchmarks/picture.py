@@ -1,6 +1,6 @@
-"""The README's table and picture of whole steps on a GPU, made from what `end_to_end.py --gpu` measured.
+"""The README's table and pictures of speed on a GPU, from what `end_to_end.py --gpu` and `time_to_accuracy.py` measured.
 
-python benchmarks/picture.py            # writes both
+python benchmarks/picture.py            # writes them
 python benchmarks/picture.py --check    # exit 1 if they are not what the results say
 """
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "end_to_end_h200.json"
-PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "images" / "end_to_end.svg"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "images"
 BEGIN, END = "<!-- made by benchmarks/picture.py -->", "<!-- end -->"
 TITLES = {"podium": "Podium", "podium-vllm": "Podium, vLLM", "podium-overlap": "Podium, overlapped"}
 COLOURS = {"generation": "#4477aa", "training": "#ddaa33", "other": "#bbbbbb"}
+CURVES = {"podium": "#4477aa", "trl-128": "#ddaa33"}
 WIDTH, LEFT, ROW, BAR = 760, 230, 30, 18
 
 Model = Mapping[str, Any]
@@ -27,9 +28,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    models = json.loads(RESULTS.read_text(encoding="utf-8"))["models"]
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = {PAGE: with_table(page, table(models)), PICTURE: picture(models)}
+    models = json.loads((RESULTS / "end_to_end_h200.json").read_text(encoding="utf-8"))["models"]
+    learnt = json.loads((RESULTS / "time_to_accuracy_h200.json").read_text(encoding="utf-8"))
+    wanted = {
+        PAGE: with_table(PAGE.read_text(encoding="utf-8"), table(models)),
+        PICTURES / "end_to_end.svg": picture(models),
+        PICTURES / "time_to_accuracy.svg": curves(learnt),
+    }
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if args.check:
         sys.exit(f"not what the results say: {', '.join(path.name for path in stale)}" if stale else 0)
@@ -92,10 +97,14 @@ def picture(models: Mapping[str, Model]) -> str:
         + text(LEFT + 16 + 130 * i, 15, part)
         for i, (part, colour) in enumerate(COLOURS.items())
     )
+    return svg(y - 18, "Seconds of a GRPO step on one H200", legend + "".join(parts))
+
+
+def svg(height: int, label: str, content: str) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 18}" role="img" '
-        'aria-label="Seconds of a GRPO step on one H200" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{legend}{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(label)}" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{content}</svg>\n'
     )
 
 
@@ -109,6 +118,39 @@ def bar(y: int, label: str, facts: Mapping[str, Any], scale: float) -> list[str]
         drawn.append(f'<rect x="{x:.1f}" y="{y - 13}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[part]}"/>')
         x += width
     return [*drawn, text(x + 6, y, f"{facts['seconds_median']:.2f} s")]
+
+
+def curves(learnt: Mapping[str, Any]) -> str:
+    """Held-out accuracy over training time, and over steps."""
+    parts = [
+        text(50 + 130 * i, 15, title(name))
+        + f'<rect x="{36 + 130 * i}" y="6" width="10" height="10" fill="{CURVES[name]}"/>'
+        for i, name in enumerate(learnt)
+    ]
+    for left, column, label in ((36, 1, "seconds of training"), (410, 0, "steps")):
+        parts += panel(
+            left, {name: [(row[column], row[3]) for row in each["curve"]] for name, each in learnt.items()}, label
+        )
+    return svg(250, "Held-out accuracy of SmolLM2-135M on two-digit sums, one H200", "".join(parts))
+
+
+def panel(left: int, lines: Mapping[str, list[tuple[float, float]]], label: str) -> list[str]:
+    """Curves by name in a box of 310 x 190."""
+    width, height, top = 310, 190, 28
+    most = max(x for points in lines.values() for x, _ in points)
+    drawn = []
+    for level in (0.0, 0.5, 0.9, 1.0):
+        y = top + height * (1 - level)
+        drawn.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        drawn.append(text(left - 28, int(y) + 4, f"{level:.0%}"))
+    for name, points in lines.items():
+        at = " ".join(f"{left + width * x / most:.1f},{top + height * (1 - y):.1f}" for x, y in points)
+        drawn.append(f'<polyline points="{at}" fill="none" stroke="{CURVES[name]}" stroke-width="2"/>')
+    return [
+        *drawn,
+        text(left, top + height + 18, "0"),
+        text(left + width - 130, top + height + 18, f"{label}: {most:.0f}"),
+    ]
 
 
 def text(x: float, y: float, content: str, weight: str = "normal") -> str:

@@ -1,6 +1,7 @@
 """Shared fixtures: small settings of the embedded task, and a run of them."""
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small models gain
 import pytest
 
 from podium.settings import Settings
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # a shell that starts the tests in the background has them ignored,
+        signal.signal(number, usual)  # and so would every process that a test starts
 
 
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:

@@ -543,7 +543,10 @@ def test_report_serves_the_run_until_it_is_interrupted(here: Path) -> None:
         with urllib.request.urlopen(address, timeout=60) as answer:
             assert b"grpo on embedded" in answer.read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        try:
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_d1_a_checkpoint_that_cannot_be_written_ends_the_run_by_its_name(server:
 
 
 def test_d1_a_disk_without_room_for_the_checkpoints_is_told_before_the_run(server: ForkServer, tmp_path: Path) -> None:
-    changes = {"checkpoint": {"every": 1, "keep": 10**9}}
+    changes = {"run": {"steps": 10**9}, "checkpoint": {"every": 1, "keep": 10**9}}
     assert server.run("train", merged(tmp_path / "run", changes)) == 2
     assert "make room, lower checkpoint.keep, or give another folder" in server.log
     assert not (tmp_path / "run").exists()

@@ -1,18 +1,23 @@
 """The memory plan: what it adds up, what it decides where the settings leave it open, and that it is kept to."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from podium.cli import main
+from podium.errors import InputError
 from podium.model.fused import SAVED_SHARE
 from podium.model.load import Policy, load_policy
 from podium.model.memory import saved_bytes_per_token
-from podium.runtime import _memory
-from podium.runtime._memory import LEAST_TOKENS, memory_plan
+from podium.run_folder import RunFolder
+from podium.runtime import _keep, _memory
+from podium.runtime._keep import check_space
+from podium.runtime._memory import LEAST_TOKENS, MOST_TOKENS, memory_plan, most_tokens
 from podium.settings import Settings
 from tests.conftest import small_tables
 
@@ -71,6 +76,13 @@ def test_the_budget_follows_the_device(gigabytes: float, checkpointing: bool, tm
     else:
         assert plan.max_tokens_per_batch == 16384
         assert plan.total < gigabytes * 1e9
+
+
+def test_on_a_gpu_a_batch_of_a_large_model_is_smaller() -> None:
+    assert most_tokens("cuda", 135_000_000) == MOST_TOKENS["cuda"]
+    assert most_tokens("cuda", 600_000_000) == 41_666
+    assert most_tokens("cuda", 1_700_000_000) == 14_705
+    assert most_tokens("cpu", 1_700_000_000) == MOST_TOKENS["cpu"]
 
 
 def test_given_numbers_are_kept(tmp_path: Path) -> None:
@@ -143,3 +155,17 @@ def test_compiled_layers_are_planned_with_their_share(tmp_path: Path) -> None:
 def test_half_precision_adapters_need_no_copy(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, model={"dtype": "bfloat16"})
     assert memory_plan(settings, policy_of(settings), longest_prompt=20).engine_copy == 0
+
+
+@pytest.mark.parametrize(("every", "checkpoints"), [(0, 1), (50, 2), (1, 4)])
+def test_a_disk_needs_room_for_as_many_checkpoints_as_there_will_be(
+    every: int, checkpoints: int, tmp_path: Path, monkeypatch
+) -> None:
+    settings = settings_of(tmp_path, run={"steps": 100}, checkpoint={"every": every, "keep": 3})
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    needed = checkpoints * (plan.trained + plan.optimizer) + plan.trained
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(_keep.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        refused = pytest.raises(InputError, match=f": {checkpoints} checkpoints") if free < needed else nullcontext()
+        with refused:
+            check_space(settings, RunFolder(tmp_path / "run"), plan)

@@ -139,16 +139,21 @@ def _load_adapter(policy: Policy, folder: Path) -> None:
 
 
 def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> None:
-    """Room for the checkpoints that are kept, one more while it is written, and the trained model."""
+    """Room for the checkpoints that are kept, one more while it is written, and the trained model.
+
+    A run that commits less often than that has fewer.
+    """
+    keep, every = settings.checkpoint.keep, settings.checkpoint.every
+    at_once = min(keep + 1, -(-settings.run.steps // every) if every else 1)
     moving = memory.reference if settings.model.reference not in (None, "initial") else 0
     each = memory.trained + memory.optimizer + moving
-    needed = each * (settings.checkpoint.keep + 1) + memory.trained
+    needed = each * at_once + memory.trained
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
-            f"run.folder = {str(folder.path)!r}: {settings.checkpoint.keep} checkpoints of {each / 1e9:.3g} GB and one "
-            f"more while it is written need {needed / 1e9:.3g} GB, the disk has {free / 1e9:.3g} GB free; "
+            f"run.folder = {str(folder.path)!r}: {at_once} checkpoints of {each / 1e9:.3g} GB, as many as there will "
+            f"be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has {free / 1e9:.3g} GB free; "
             "make room, lower checkpoint.keep, or give another folder"
         )
 

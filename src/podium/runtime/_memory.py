@@ -20,7 +20,9 @@ USED_SHARE = 0.8
 """Of the device's memory; the rest is for what no plan knows: fragments, kernels' work space, other programs."""
 
 MOST_TOKENS = {"cpu": 16384, "cuda": 65536}
-"""Larger batches are not faster."""
+MOST_FLOPS = 1.5e14
+"""Larger batches are not faster. On a GPU what counts is the work of a pass, 6 operations a parameter and token: past a
+fifth of a second of it, more tokens only take memory."""
 
 LEAST_TOKENS = 2048
 """A batch smaller than this wastes time; before that, gradient checkpointing pays."""
@@ -89,9 +91,15 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
     tokens = settings.pack.max_tokens_per_batch
     if tokens is None:
-        most = MOST_TOKENS[policy.device.type]
-        tokens = max(longest, min(most, _room(held, per_token) // 256 * 256), 256)
+        most = most_tokens(policy.device.type, sum(p.numel() for _, p in every))
+        tokens = max(longest, min(most, _room(held, per_token)) // 256 * 256, 256)
     return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+
+
+def most_tokens(device_type: str, parameters: int) -> int:
+    """Of a batch of a model so large, if there is memory for it."""
+    most = MOST_TOKENS[device_type]
+    return most if device_type == "cpu" else min(most, int(MOST_FLOPS / 6 / parameters))
 
 
 def _room(held: dict[str, Any], per_token: float) -> int:
