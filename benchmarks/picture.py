@@ -1,4 +1,4 @@
-"""The README's table and pictures of speed on a GPU, from what `end_to_end.py --gpu` and `time_to_accuracy.py` measured.
+"""The README's table and pictures of speed on a GPU, from what `end_to_end.py` and `time_to_accuracy.py` measured.
 
 python benchmarks/picture.py            # writes them
 python benchmarks/picture.py --check    # exit 1 if they are not what the results say

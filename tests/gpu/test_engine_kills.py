@@ -43,9 +43,10 @@ def test_g20_ten_kills_of_a_vllm_engine_in_mid_rollout(tmp_path: Path) -> None:
     flags = ("--model.device=cuda", "--engine.of=vllm_local", "--engine.replicas=[1, 1]", *member)
     with a_run(tmp_path, *flags) as run:
         run.until(lambda: run.num_steps() > 0, 600)
-        for _ in range(KILLS):
-            before = used_memory()
+        for number in range(KILLS):
+            before, began = used_memory(), time.monotonic()
             run.kill_in_mid_rollout(wait_for_memory, limit_s=300)
+            print(f"kill {number + 1}: back in rollouts after {time.monotonic() - began:.0f} s", flush=True)
         assert run.stop() == 143
         assert run.left_behind() == []
     assert len(run.events("redispatched")) >= KILLS

@@ -3,8 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from podium.ledger import Ledger
+from podium.model.load import EMBEDDED
 from podium.records import EvalReport, StepReport
 from podium.report._pieces import Pieces, piece_decoder, read_pieces
 from podium.report.jsonl import Jsonl, rollout_lines
@@ -147,3 +149,10 @@ def test_starting_finishing_and_failing_write_nothing(report: Jsonl, tmp_path: P
     report.finish({"state": "finished"})
     report.fail()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tokenizer_beneath_gives_the_texts_that_transformers_gives() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED)
+    decode = piece_decoder(tokenizer)
+    for token_id in range(len(tokenizer)):
+        assert decode(token_id) == tokenizer.decode([token_id], skip_special_tokens=False)
