@@ -76,8 +76,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, with what is in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """Every file and folder below, with what is in it; but for what Python keeps of a user's own code."""
+    found = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
 
 
 def refused(here: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -446,10 +446,11 @@ def leaves_a_daemon(prompt: Prompt, rollout: Rollout) -> float:
         os.setsid()
         if (daemon := os.fork()) == 0:
             time.sleep(600)
-        with open(prompt.answer, "w") as file:
+        with open(f"{prompt.answer}.{os.getpid()}", "w") as file:
             file.write(str(daemon))
+        os.replace(file.name, prompt.answer)  # whole or not at all: a second try may be killed while it writes
         os._exit(0)
-    while not os.path.exists(prompt.answer) or not os.path.getsize(prompt.answer):
+    while not os.path.exists(prompt.answer):
         time.sleep(0.01)
     os._exit(3)
 

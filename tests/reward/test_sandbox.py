@@ -312,12 +312,10 @@ def test_the_filter_knows_the_machines_that_it_names() -> None:
     assert call_filter("vax", 1) is None
 
 
-def test_a_restart_without_time_left_leaves_the_other_tests_failed() -> None:
-    """The first test is stuck for its whole second; what is left then is less than a sandbox takes to start."""
+@pytest.mark.parametrize("left_s", [0.005, 0.015, 0.025, 0.035, 0.045])
+def test_a_restart_with_hardly_any_time_left_fails_the_other_tests_or_passes_them(left_s: float) -> None:
+    """The second test is stuck for its whole second; then there may be time for another sandbox, or not quite."""
     program = "def f(x):\n    while x: pass\n    return 0"
-    limits = Limits(test_timeout_s=1.0, total_s=1.035, memory_mb=256)
-    for _ in range(3):
-        assert judge_asserts(program, ["assert f(0) == 0", "assert f(1) == 0", "assert f(0) == 0"], limits, "weak") in (
-            [True, False, False],
-            [False, False, False],
-        )
+    limits = Limits(test_timeout_s=1.0, total_s=1.0 + left_s, memory_mb=256)
+    made = judge_asserts(program, ["assert f(0) == 0", "assert f(1) == 0", "assert f(0) == 0"], limits, "weak")
+    assert made in ([True, False, True], [True, False, False], [False, False, False])
