@@ -1,6 +1,6 @@
 // The rollout browser: a list that filters narrow, and one rollout with its parts and its tokens coloured.
 
-const FIRST_CHARS = 20000, FIRST_TOKENS = 3000, fetched = {};
+const FIRST_CHARS = 20000, FIRST_TOKENS = 3000, fetched = {}, opened = new Set();
 const keyOf = rollout => `${rollout.step}/${rollout.ordinal}/${rollout.sample}`;
 
 // From disk the page has some steps; live, any step can be had whole.
@@ -120,9 +120,11 @@ function drawDetail(parent, rollout) {
   if (colour === "text") longText(parent, rollout.text, "answer-text", rollout.num_chars); else tokens(parent, rollout, colour);
 }
 
+// What the reader opened stays open when the page is drawn again.
 function longText(parent, text, id, whole) {
-  const box = make(parent, "pre", visible(text.slice(0, FIRST_CHARS)), "", {id, dir: "auto", tabindex: 0});
-  if (text.length > FIRST_CHARS) { const rest = button(parent, `show all ${text.length.toLocaleString("en")} characters`, () => { box.textContent = visible(text); rest.remove(); }); }
+  const key = `${ui.selected} ${id}`, isShort = text.length > FIRST_CHARS && !opened.has(key);
+  const box = make(parent, "pre", visible(isShort ? text.slice(0, FIRST_CHARS) : text), "", {id, dir: "auto", tabindex: 0});
+  if (isShort) { const rest = button(parent, `show all ${text.length.toLocaleString("en")} characters`, () => { opened.add(key); box.textContent = visible(text); rest.remove(); }); }
   if (whole > text.length) make(parent, "p", `The first ${text.length.toLocaleString("en")} of ${whole.toLocaleString("en")} characters; the rest is in rollouts/, and on the live page.`, "small soft");
 }
 
