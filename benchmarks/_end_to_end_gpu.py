@@ -183,6 +183,7 @@ def summarise(steps: Sequence[Step], warmup: int, threshold: float | None) -> di
         "stages_s_median": {
             name: round(median(step.get(name, 0.0) for step in own), 4) for name in own[0] if name.startswith("time/")
         },
+        "first_step_stages_s": {name: round(steps[0][name], 2) for name in steps[0] if name.startswith("time/")},
         "optimizer_steps": sum(step["updates"] for step in steps),
         "seconds_to_threshold": seconds_to(threshold, steps),
         "seconds": [round(step["seconds"], 4) for step in steps],
