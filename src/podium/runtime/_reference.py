@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -97,10 +97,14 @@ class ReferenceProcess:
         return answer[1:]
 
 
+class Reference(Protocol):
+    def logprobs(self, batch: Batch) -> torch.Tensor: ...
+
+
 class Referenced(Around):
     """A trainer whose batches are handed to it with the reference's logprobs."""
 
-    def __init__(self, trainer: Any, reference: ReferenceProcess) -> None:
+    def __init__(self, trainer: Any, reference: Reference) -> None:
         super().__init__(trainer)
         self._reference = reference
 
@@ -116,30 +120,26 @@ def with_reference(trainer: Any, settings: Settings) -> tuple[Any, ReferenceProc
     given = settings.model.reference
     if not isinstance(given, SeparateReference):
         return trainer, None
-    model = settings.model.model_dump(mode="json", exclude={"reference"}, exclude_none=True)
-    precision = settings.trainer.options.get("precision", "float32")
-    reference = ReferenceProcess(model, given.device, precision, settings.run.seed)
+    model, precision, seed = reference_needs(settings)
+    reference = ReferenceProcess(model, given.device, precision, seed)
     return Referenced(trainer, reference), reference
 
 
+def reference_needs(settings: Settings) -> tuple[dict[str, Any], str, int]:
+    """The model's table, the precision and the seed of whoever keeps the model as it was."""
+    model = settings.model.model_dump(mode="json", exclude={"reference"}, exclude_none=True)
+    return model, settings.trainer.options.get("precision", "float32"), settings.run.seed
+
+
 def check_reference(settings: Settings) -> None:
-    """Whether there is such a device, asked before the model is loaded."""
+    """Whether there is such a device here, asked before the model is loaded; a cluster has its own."""
     given = settings.model.reference
-    if not isinstance(given, SeparateReference) or given.device == "cpu":
+    if not isinstance(given, SeparateReference) or given.device == "cpu" or settings.runtime.name != "local":
         return
     number, there = int(given.device.partition(":")[2] or 0), torch.cuda.device_count()
     if number >= there:
         names = ", ".join(["cpu", *(f"cuda:{index}" for index in range(there))])
         raise InputError(f"model.reference.device = {given.device!r}: there is no such device; there are: {names}")
-
-
-def refuse_reference_apart(settings: Settings) -> None:
-    """For runtimes whose trainer is in another process than the loop."""
-    if isinstance(settings.model.reference, SeparateReference):
-        raise InputError(
-            f"model.reference.device does not go with runtime.name = {settings.runtime.name!r}; use model.reference = "
-            "'initial', which the trainer keeps, or runtime.name = 'local'"
-        )
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -13,17 +15,27 @@ from podium.runtime._reference import LOGPROBS, TROUBLE
 from podium.sections import Model
 
 
+class Frozen:
+    """The model as it was."""
+
+    def __init__(self, model: Mapping[str, Any], precision: str, seed: int) -> None:
+        self._policy = load_policy(Model.model_validate(model), seed=seed)
+        self._policy.model.eval()
+        self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
+
+    @torch.no_grad()
+    def answer(self, content: bytes) -> bytes:
+        """From one batch to its logprobs."""
+        [batch] = wire.batches_from_bytes(content)
+        logprobs, _ = policy_logprobs(self._policy.model, place(batch, self._policy.device), self._compute_dtype)
+        return wire.tensors_to_bytes({"logprobs": logprobs.cpu()})
+
+
 def serve(line: Connection) -> None:
-    given = json.loads(line.recv_bytes())
-    policy = load_policy(Model.model_validate(given["model"]), seed=given["seed"])
-    compute_dtype = None if given["precision"] == "float32" else getattr(torch, given["precision"])
-    policy.model.eval()
+    reference = Frozen(**json.loads(line.recv_bytes()))
     line.send_bytes(LOGPROBS)
     while True:
-        [batch] = wire.batches_from_bytes(line.recv_bytes())
-        with torch.no_grad():
-            logprobs, _ = policy_logprobs(policy.model, place(batch, policy.device), compute_dtype)
-        line.send_bytes(LOGPROBS + wire.tensors_to_bytes({"logprobs": logprobs.cpu()}))
+        line.send_bytes(LOGPROBS + reference.answer(line.recv_bytes()))
 
 
 def main() -> int:

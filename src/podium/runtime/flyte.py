@@ -15,7 +15,7 @@ from podium.run_folder import RunFolder
 from podium.runtime._build import Wired
 from podium.runtime._core import check_ranks
 from podium.runtime._launch import launched_by
-from podium.runtime._reference import refuse_reference_apart
+from podium.sections import SeparateReference
 from podium.settings import Settings
 
 ENGINES = ("inprocess", "vllm_local")
@@ -87,7 +87,7 @@ def flyte(
 def check_settings(settings: Settings) -> None:
     """What would have no effect, or could not work, with stages in containers of their own."""
     check_ranks(settings, 1)
-    refuse_reference_apart(settings)
+    _refuse_reference_apart(settings)
     options = settings.runtime.options
     if options["replicas"][0] > options["replicas"][1]:
         raise InputError(f"runtime.replicas = {list(options['replicas'])}: the fewest are more than the most")
@@ -117,4 +117,12 @@ def check_settings(settings: Settings) -> None:
         raise InputError(
             "model.dtype = 'bfloat16' with engine 'inprocess' samples through the trainer's own adapter layers, which "
             "are in another container; use model.dtype = 'float32' with trainer.precision = 'bfloat16', or 'vllm_local'"
+        )
+
+
+def _refuse_reference_apart(settings: Settings) -> None:
+    if isinstance(settings.model.reference, SeparateReference):
+        raise InputError(
+            "model.reference.device does not go with runtime.name = 'flyte'; use model.reference = 'initial', which "
+            "the trainer's task keeps, or runtime.name = 'local' or 'ray'"
         )

@@ -4,6 +4,7 @@ that is written stay in the driver's process.
     driver: loop ──► RolloutWorkers ──► rollout actors, each an engine        groups and weights go
               │  ──► RewardActors ────► reward actors                         through the object store
               └────► RemoteTrainer ───► trainer actor (one a rank) ──► weights ──► rollout actors
+                     (RemoteReference ► reference actor, where model.reference is apart)
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from podium.runtime._engine import make_delivery
 from podium.runtime._keep import check_space, check_start
 from podium.runtime._ray.environment import prepare_import
 from podium.runtime._ray.limits import Limits
-from podium.runtime._reference import refuse_reference_apart
 from podium.runtime._reports import check_reports
 from podium.runtime._stages import Parts, wire
+from podium.sections import SeparateReference
 from podium.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ def ray(
     from podium.runtime._ray.cluster import Cluster
     from podium.runtime._ray.staff import Needs, Staff
 
-    needs = Needs(replicas, reward_workers, ranks, gpus_per_rollout_worker, gpus_per_rank, cpus_per_worker)
+    references = int(isinstance(settings.model.reference, SeparateReference))
+    gpus = gpus_per_rollout_worker, gpus_per_rank
+    needs = Needs(replicas, reward_workers, ranks, references, *gpus, cpus_per_worker)
     limits = Limits(start_s, frozen_s, stalled_s, recovery_s, max_restarts)
     staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:
@@ -148,7 +151,9 @@ def _refuse(
     settings: Settings, replicas: tuple[int, int], ranks: int, address: str | None, linger_s: float | None
 ) -> None:
     """What has no effect, or cannot be right, said before anything starts."""
-    refuse_reference_apart(settings)
+    apart = settings.model.reference
+    if isinstance(apart, SeparateReference) and ":" in apart.device:
+        raise InputError(f"model.reference.device = {apart.device!r}: Ray chooses the GPU; write 'cuda'")
     engine, sync = settings.engine, settings.sync.options
     if engine.name not in ENGINES:
         raise InputError(

@@ -18,13 +18,17 @@ from podium.runtime._ray.actors import Actors
 from podium.runtime._ray.calls import all_of, as_one
 from podium.runtime._ray.cluster import Cluster
 from podium.runtime._ray.limits import Limits
+from podium.runtime._ray.reference import RemoteReference
+from podium.runtime._ray.reference_actor import ReferenceActor
 from podium.runtime._ray.reward_actor import RewardActor
 from podium.runtime._ray.rewards import RewardActors
 from podium.runtime._ray.rollout_actor import RolloutActor
 from podium.runtime._ray.rollouts import RolloutWorkers
 from podium.runtime._ray.trainer import RemotePolicy, RemoteTrainer
 from podium.runtime._ray.trainer_actor import About, TrainerActor
+from podium.runtime._reference import Referenced, reference_needs
 from podium.runtime._rewards import ScoringRecipe
+from podium.sections import SeparateReference
 from podium.settings import Settings
 
 COMPANY_S = 1.0
@@ -37,19 +41,22 @@ class Needs:
     rollout_workers: tuple[int, int]
     reward_workers: int
     ranks: int
+    references: int
+    """1 where the reference is apart from the trainer."""
     gpus_per_rollout_worker: float | None
     gpus_per_rank: float | None
     cpus: float
 
     @property
     def num_cpus(self) -> float:
-        return self.cpus * (self.rollout_workers[1] + self.reward_workers + self.ranks)
+        return self.cpus * (self.rollout_workers[1] + self.reward_workers + self.ranks + self.references)
 
 
 class Staff:
     """`hire`, then `prepare`; then `trainer`, `engine` and `rewards` are what the loop needs."""
 
-    trainer: RemoteTrainer
+    trainer: Any
+    """A `RemoteTrainer`, with the reference before it where that is apart."""
     engine: RolloutWorkers
     rewards: RewardActors
 
@@ -57,13 +64,15 @@ class Staff:
         self._settings, self._folder, self._needs, self._limits = settings, folder, needs, limits
         self._cluster = cluster
         self._kinds: list[Actors] = []
+        self._began: dict[str, dict[str, Any]] = {}
+        """Events of the start, told once the run has begun."""
         self._over = threading.Event()
         if not cluster.is_own:
             threading.Thread(target=self._keep_company, daemon=True).start()
 
     def hire(self, tokenizer: Any) -> RemotePolicy:
         """Starts every actor and waits for all of them; what is known of the policy then."""
-        trainers, rollouts, rewards = self._places()
+        trainers, rollouts, rewards, *references = self._places()
         returned = self._find_returned(rollouts, rewards)
         calls: dict[str, Any] = {}
         for rank in range(self._needs.ranks):
@@ -71,6 +80,8 @@ class Staff:
         meet_at = trainers.started[0].meeting_place.remote() if self._needs.ranks > 1 else None
         for number, actor in enumerate(trainers.started, 1):
             calls[f"trainer-{number}"] = actor.load.remote(meet_at)
+        for kind in references:
+            calls["reference-1"] = kind.start_ahead(1).load.remote()
         for kind in (rollouts, rewards):
             for seat in range(1 + len(kind.ready), 1 + kind.num_bundles):
                 calls[f"{kind.name}-{seat}"] = kind.start_ahead(seat).start.remote()
@@ -82,12 +93,15 @@ class Staff:
         workers = {f"rollout-{seat}": said for seat, (_, said) in enumerate(rollouts.ready, 1)}
         _check_tokenizers(tokenizer, {"trainer-1": {"tokenizer": about.tokenizer}, **workers})
         self.trainer = RemoteTrainer(trainers.started[0])
+        for kind in references:
+            self.trainer = Referenced(self.trainer, RemoteReference(kind.started[0]))
+            self._began["reference_started"] = {key: found["reference-1"][key] for key in ("pid", "node")}
         self._make_engine(rollouts, about, returned)
         return RemotePolicy(tokenizer, about.stop_ids, about.max_context_tokens, about.vocabulary)
 
     def prepare(self, steps: int, longest_prompt: int, recipe: ScoringRecipe) -> MemoryPlan:
         """What has to wait for the data: the optimizer's schedule, the longest document, the rewards that rows name."""
-        trainers, _, rewards = self._kinds
+        trainers, _, rewards, *_ = self._kinds
         calls = {
             f"trainer-{n}": actor.build.remote(steps, longest_prompt) for n, actor in enumerate(trainers.started, 1)
         }
@@ -125,6 +139,12 @@ class Staff:
         self._kinds.append(kind("rollout", RolloutActor, (self._engine_given(),), least, gpus[1], True))
         is_all_ours = not any(":" in reward.name for reward in settings.reward)  # else it may be edited meanwhile
         self._kinds.append(kind("reward", RewardActor, (), needs.reward_workers, 0.0, is_all_ours))
+        if isinstance(apart := settings.model.reference, SeparateReference):
+            model, *others = reference_needs(settings)
+            asked = (model | {"device": apart.device}, *others)
+            self._kinds.append(
+                kind("reference", ReferenceActor, asked, 1, 0.0 if apart.device == "cpu" else gpus[0], False)
+            )
         problems = _problems({each.name: lambda each=each: self._wait_for(each) for each in self._kinds})
         if problems:
             raise as_one(problems, len(self._kinds), "kinds of workers have no place")
@@ -170,6 +190,8 @@ class Staff:
 
         def began() -> None:
             self._tell("trainer_started", pid=about.pid, node=about.node, ranks=self._needs.ranks)
+            for event, details in self._began.items():
+                self._tell(event, **details)
             if returned:
                 self._tell("reattached", **returned)
 
