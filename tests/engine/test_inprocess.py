@@ -250,3 +250,23 @@ def test_a_snapshot_stays_until_the_next_load() -> None:
     asyncio.run(engine.load_weights(fresh.named_weights(), 1))
     assert asyncio.run(engine.score(probe)) == pytest.approx(sequence_logprobs(fresh.model, probe), abs=1e-5)
     assert engine.policy_version == 1
+
+
+def test_another_call_gets_its_turn_while_a_long_batch_is_written() -> None:
+    """As a pool asks whether its member is alive."""
+    engine = Inprocess(policy())
+    order: list[str] = []
+
+    async def call(name: str, asked: list[Request], sampling: Sampling) -> None:
+        async for _ in engine.generate(asked, sampling):
+            order.append(name)
+
+    async def both() -> None:
+        long = asyncio.create_task(call("long", requests(6, 8), Sampling(max_new_tokens=200)))
+        await asyncio.sleep(0.05)
+        await call("short", requests(1, 1), Sampling(max_new_tokens=1))
+        assert order == ["short"]
+        await long
+
+    asyncio.run(both())
+    assert order == ["short", *["long"] * 6]

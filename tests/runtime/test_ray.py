@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +47,46 @@ PROMPTS, ROLLOUTS = 8, 4
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A cluster as `ray start --head` makes it, with this process connected to it too."""
+    with a_head(CPUS) as found:
+        yield connected(found)
+        import ray
+
+        ray.shutdown()
+
+
+@contextmanager
+def a_head(cpus: int) -> Iterator[str]:
+    """Its address."""
     with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-        flags = [f"--num-cpus={CPUS}", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"]
-        head = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        flags = (f"--port={port}", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}")
+        head = start_node("--head", f"--num-cpus={cpus}", *flags)
         try:
             wait_for_port(port)
-            yield connected(f"127.0.0.1:{port}")
+            yield f"127.0.0.1:{port}"
         finally:
-            import ray
-
-            ray.shutdown()
             head.terminate()
             head.wait(60)
+
+
+def start_node(*flags: str, mark: str = "") -> subprocess.Popen[bytes]:
+    """A machine of a cluster; all of its processes have the mark in their environment."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *flags]
+    environment = os.environ | {"PODIUM_TEST_NODE": mark}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+
+
+def kill_node(mark: str) -> list[int]:
+    """As when the power goes: every process of it at once."""
+    killed = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and f"PODIUM_TEST_NODE={mark}".encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+                killed.append(int(entry.name))
+    return killed
 
 
 def wait_for_port(port: int) -> None:
@@ -332,6 +356,31 @@ def test_two_ranks_train_full_weights_on_ray(tmp_path: Path, address: str, calm:
     ids = [[json.loads(line)["token_ids"] for line in data.splitlines()] for data in (run.ledger()[0], calm(1)[0])]
     assert ids[0] == ids[1]
     assert (run.folder / "final" / "model.safetensors").exists()
+
+
+def test_the_work_of_a_machine_that_is_lost_goes_on_at_another(
+    tmp_path: Path, calm: Callable[[int], list[bytes]]
+) -> None:
+    """Two machines: the trainer and the rewards on the first, both rollout workers on the second, which goes."""
+    marks = [f"{number}-{os.getpid()}" for number in (2, 3)]
+    with a_head(2) as address:
+        try:
+            start_node(f"--address={address}", "--num-cpus=2", mark=marks[0])
+            flags = ("--runtime.name=ray", f"--runtime.address={address}", "--runtime.rollout_workers=2")
+            with a_run(tmp_path, *flags, settings=LOCAL) as run:
+                run.until(lambda: run.num_steps() > 0, START_S)
+                lost = kill_node(marks[0])
+                assert set(pids(run, "rollout")) <= set(lost)
+                before = run.num_steps()
+                start_node(f"--address={address}", "--num-cpus=2", mark=marks[1])
+                run.until(lambda: run.num_steps() > before + 2, START_S)
+                assert run.stop() == 143
+                assert len(pids(run, "rollout")) >= 4
+        finally:
+            for mark in marks:
+                kill_node(mark)
+    ledger = run.ledger()
+    assert ledger == calm(len(ledger))
 
 
 FULL = ("--model.lora=false", "--trainer.lr=1e-4", "--loss.kl_beta=0.1")

@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,8 @@ PROBE, PROBE_SAMPLING = Request(0, tuple(range(1, 6)), (1, 2)), Sampling(max_new
 """What is decoded to compare with a plain forward pass."""
 LEAVE_SHARE = 0.25
 """Finished slots leave once they are this share of the batch: leaving copies the cache."""
+STEPS_A_TURN = 8
+"""Tokens of a batch after which another call may have the device."""
 
 
 class Inprocess:
@@ -128,7 +131,7 @@ class Inprocess:
 
     def _check_decoding(self) -> None:
         """The cached, slot-by-slot decode gives the logprobs of a plain forward pass; asked once."""
-        [answer] = self._generate(deque([PROBE]), PROBE_SAMPLING)
+        [answer] = chain.from_iterable(self._generate(deque([PROBE]), PROBE_SAMPLING))
         gap = self._gap(answer)
         if not gap <= TOLERANCE[self._compute_dtype or self._model.dtype]:
             raise InputError(
@@ -165,8 +168,9 @@ class Inprocess:
             await on_device_thread(self._compare, requests, sampling)
         if self._continuous is None or self._is_replaying:  # captured steps write to one set of slots
             answers = self._generate(deque(requests), sampling)
-            while (answer := await on_device_thread(next, answers, None)) is not None:
-                yield answer
+            while (some := await on_device_thread(next, answers, None)) is not None:
+                for answer in some:
+                    yield answer
             return
         self._is_replaying = True
         try:
@@ -222,11 +226,12 @@ class Inprocess:
         module.weight.copy_(torch.addmm(base.to(a.dtype), b, a, alpha=self._scale))  # type: ignore[union-attr]
 
     @torch.inference_mode()
-    def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[Answer]:
+    def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[list[Answer]]:
+        """Answers as they become whole, and nothing now and then, so that others get their turn on the device."""
         requests = list(waiting)
         drafts: list[Draft] = []
         stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=self._device)
-        answered = 0
+        answered = steps = 0
         slots: Slots | None = None
         while waiting or slots is not None:
             slots = self._admit(slots, waiting, requests, sampling)
@@ -235,9 +240,12 @@ class Inprocess:
             ids, logprobs = draw(slots.logits, slots.seed, slots.drawn, sampling)
             slots.record(ids, logprobs, stop_ids)
             slots, ids = _leave(slots, ids, drafts, stop_ids, self.policy_version or 0)
+            whole = []
             while answered < len(drafts) and drafts[answered].is_whole:
-                yield drafts[answered].answer()
+                whole.append(drafts[answered].answer())
                 answered += 1
+            if whole or (steps := steps + 1) % STEPS_A_TURN == 0:
+                yield whole
             if slots is not None:
                 self._advance(slots, ids)
 

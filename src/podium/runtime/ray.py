@@ -66,6 +66,13 @@ def ray(
         float | None, Field(ge=0, description="may be a share; by default 1 where Ray has GPUs, else 0")
     ] = None,
     cpus_per_worker: Annotated[float, Field(gt=0, description="that each actor asks Ray for")] = 1.0,
+    prompts_per_request: Annotated[
+        Count | None,
+        Field(
+            description="prompts that a worker gets together; by default its share of a step where the engine is "
+            "inprocess, which writes them in one batch, and 1 with vLLM"
+        ),
+    ] = None,
     address: Annotated[
         str | None, Field(description="of a cluster: auto or host:port; by default a new one on this machine")
     ] = None,
@@ -97,7 +104,7 @@ def ray(
 
     references = int(isinstance(settings.model.reference, SeparateReference))
     gpus = gpus_per_rollout_worker, gpus_per_rank
-    needs = Needs(replicas, reward_workers, ranks, references, *gpus, cpus_per_worker)
+    needs = Needs(replicas, reward_workers, ranks, references, *gpus, cpus_per_worker, prompts_per_request)
     limits = Limits(start_s, frozen_s, stalled_s, recovery_s, max_restarts)
     staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:

@@ -14,7 +14,6 @@ from podium.engine._pool.together import (
     CLOSE_S,
     DEFAULT_CONCURRENCY,
     IDLE_S,
-    PROMPTS_PER_REQUEST,
     TOLERANCE,
     Together,
 )
@@ -82,6 +81,7 @@ class RolloutWorkers(Together):
         engine: str,
         dtype: str,
         replicas: tuple[int, int],
+        prompts_per_request: int,
         limits: Limits,
         began: Callable[[], None],
     ) -> None:
@@ -90,7 +90,7 @@ class RolloutWorkers(Together):
         waits = (limits.max_restarts, limits.start_s, limits.recovery_s, IDLE_S, TOLERANCE[dtype])
         rules = Rules(replicas, 1, *waits, name=actors.name, kind="rollout workers", floor_name="the fewest")
         is_exact = engine == "inprocess"
-        terms = Terms(PROMPTS_PER_REQUEST[engine], is_exact, MAX_REDISPATCHES, REQUEST_S, limits.recovery_s)
+        terms = Terms(prompts_per_request, is_exact, MAX_REDISPATCHES, REQUEST_S, limits.recovery_s)
         super().__init__(dtype, rules, Pulse(limits.frozen_s, limits.stalled_s), terms, DEFAULT_CONCURRENCY[engine])
 
     async def load_shipment(self, shipment: Shipment, version: int) -> None:

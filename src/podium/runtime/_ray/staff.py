@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from podium.engine._pool.together import PROMPTS_PER_REQUEST
 from podium.errors import InputError, PodiumError
 from podium.model.fingerprint import tokenizer_fingerprint
 from podium.run_folder import RunFolder
@@ -46,6 +47,7 @@ class Needs:
     gpus_per_rollout_worker: float | None
     gpus_per_rank: float | None
     cpus: float
+    prompts_per_request: int | None
 
     @property
     def num_cpus(self) -> float:
@@ -195,7 +197,9 @@ class Staff:
             if returned:
                 self._tell("reattached", **returned)
 
-        self.engine = RolloutWorkers(rollouts, name, dtype, replicas, self._limits, began)
+        share = -(-self._settings.plan.prompts_per_window // replicas[1])
+        together = self._needs.prompts_per_request or (share if name == "inprocess" else PROMPTS_PER_REQUEST[name])
+        self.engine = RolloutWorkers(rollouts, name, dtype, replicas, together, self._limits, began)
         self.engine.in_flight, self.engine.on_event = self._settings.run.in_flight, self._tell
 
 
