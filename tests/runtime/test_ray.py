@@ -359,26 +359,29 @@ def test_two_ranks_train_full_weights_on_ray(tmp_path: Path, address: str, calm:
 
 
 def test_the_work_of_a_machine_that_is_lost_goes_on_at_another(
-    tmp_path: Path, calm: Callable[[int], list[bytes]]
+    tmp_path: Path, calm: Callable[[int], list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two machines: the trainer and the rewards on the first, both rollout workers on the second, which goes."""
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")  # which keeps a cluster to one machine
     marks = [f"{number}-{os.getpid()}" for number in (2, 3)]
+    nodes: list[subprocess.Popen[bytes]] = []
     with a_head(2) as address:
         try:
-            start_node(f"--address={address}", "--num-cpus=2", mark=marks[0])
+            nodes.append(start_node(f"--address={address}", "--num-cpus=2", mark=marks[0]))
             flags = ("--runtime.name=ray", f"--runtime.address={address}", "--runtime.rollout_workers=2")
             with a_run(tmp_path, *flags, settings=LOCAL) as run:
                 run.until(lambda: run.num_steps() > 0, START_S)
                 lost = kill_node(marks[0])
                 assert set(pids(run, "rollout")) <= set(lost)
                 before = run.num_steps()
-                start_node(f"--address={address}", "--num-cpus=2", mark=marks[1])
+                nodes.append(start_node(f"--address={address}", "--num-cpus=2", mark=marks[1]))
                 run.until(lambda: run.num_steps() > before + 2, START_S)
                 assert run.stop() == 143
                 assert len(pids(run, "rollout")) >= 4
         finally:
-            for mark in marks:
+            for mark, node in zip(marks, nodes, strict=False):
                 kill_node(mark)
+                node.wait(60)
     ledger = run.ledger()
     assert ledger == calm(len(ledger))
 
