@@ -34,6 +34,8 @@ What is 12 + 30?
 Answer every question in exactly this form."""
 LEARNING_RATE, BETAS, NUM_STEPS, SEED = 2e-5, (0.9, 0.95), 300, 0
 ACCURACIES = (0.9, 0.97)
+LONGEST_S = 900
+"""For one contender."""
 EVAL_EVERY = {"podium": 10, "trl-128": 4}
 """Steps; TRL's are so much longer."""
 
@@ -46,7 +48,7 @@ def main() -> None:
         return
     found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
     for contender in args.contenders:
-        if contender not in found or args.again:
+        if contender not in found or "failed" in found[contender] or args.again:
             found[contender] = measure(args, contender)
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -74,7 +74,7 @@ CLASSES: dict[str, Class] = {
     "runtime.trainer_memory": "free",
     "runtime.image": "free",
     "runtime.hub_token_from": "free",
-    "runtime.rollout_workers": "free",
+    "runtime.rollout_workers": "warn",
     "runtime.reward_workers": "free",
     "runtime.gpus_per_rollout_worker": "free",
     "runtime.gpus_per_rank": "free",

@@ -318,7 +318,7 @@ class Filter(Section):
 
 class Pack(Section):
     max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
-    """Tokens per forward pass; by default what the device's memory allows. Changes memory and speed, not the result."""
+    """Tokens per forward pass; by default what memory allows, and no more than pays. Changes memory and speed only."""
     shared_prefix: bool = False
     """Computes a prompt once for all answers of its group in a batch; worth it where prompts are long. Same result."""
 

@@ -82,6 +82,7 @@ def test_on_a_gpu_a_batch_of_a_large_model_is_smaller() -> None:
     assert most_tokens("cuda", 135_000_000) == MOST_TOKENS["cuda"]
     assert most_tokens("cuda", 600_000_000) == 41_666
     assert most_tokens("cuda", 1_700_000_000) == 14_705
+    assert most_tokens("cuda", 70_000_000_000) == LEAST_TOKENS
     assert most_tokens("cpu", 1_700_000_000) == MOST_TOKENS["cpu"]
 
 
@@ -164,8 +165,10 @@ def test_a_disk_needs_room_for_as_many_checkpoints_as_there_will_be(
     settings = settings_of(tmp_path, run={"steps": 100}, checkpoint={"every": every, "keep": 3})
     plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
     needed = checkpoints * (plan.trained + plan.optimizer) + plan.trained
+    remedy = "make room, lower checkpoint.keep, or" if every == 1 else "make room, or"
+    wanted = f": {checkpoints} checkpoint{'s' * (checkpoints > 1)} of .*; {remedy}"
     for free in (needed, needed - 1):
         monkeypatch.setattr(_keep.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
-        refused = pytest.raises(InputError, match=f": {checkpoints} checkpoints") if free < needed else nullcontext()
+        refused = pytest.raises(InputError, match=wanted) if free < needed else nullcontext()
         with refused:
             check_space(settings, RunFolder(tmp_path / "run"), plan)

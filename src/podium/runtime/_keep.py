@@ -144,7 +144,8 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
     A run that commits less often than that has fewer.
     """
     keep, every = settings.checkpoint.keep, settings.checkpoint.every
-    at_once = min(keep + 1, -(-settings.run.steps // every) if every else 1)
+    commits = -(-settings.run.steps // every) if every else 1
+    at_once = min(keep + 1, commits)
     moving = memory.reference if settings.model.reference not in (None, "initial") else 0
     each = memory.trained + memory.optimizer + moving
     needed = each * at_once + memory.trained
@@ -152,9 +153,10 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
     free = shutil.disk_usage(place).free
     if needed > free:
         raise InputError(
-            f"run.folder = {str(folder.path)!r}: {at_once} checkpoints of {each / 1e9:.3g} GB, as many as there will "
-            f"be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has {free / 1e9:.3g} GB free; "
-            "make room, lower checkpoint.keep, or give another folder"
+            f"run.folder = {str(folder.path)!r}: {at_once} checkpoint{'s' * (at_once > 1)} of {each / 1e9:.3g} GB, as "
+            f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has "
+            f"{free / 1e9:.3g} GB free; make room, {'lower checkpoint.keep, ' * (at_once > keep)}or give another "
+            "folder"
         )
 
 

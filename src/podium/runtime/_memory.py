@@ -99,7 +99,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
 def most_tokens(device_type: str, parameters: int) -> int:
     """Of a batch of a model so large, if there is memory for it."""
     most = MOST_TOKENS[device_type]
-    return most if device_type == "cpu" else min(most, int(MOST_FLOPS / 6 / parameters))
+    return most if device_type == "cpu" else min(most, max(LEAST_TOKENS, int(MOST_FLOPS / 6 / parameters)))
 
 
 def _room(held: dict[str, Any], per_token: float) -> int:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from podium.runtime._ray.staff import Staff
 
 ENGINES = ("inprocess", "vllm_local")
+TOGETHER = (
+    "prompts that a worker gets together; by default its share of a step where the engine is inprocess, which writes "
+    "them in one batch (4 with run.max_lag), and 1 with vLLM"
+)
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -66,13 +70,7 @@ def ray(
         float | None, Field(ge=0, description="may be a share; by default 1 where Ray has GPUs, else 0")
     ] = None,
     cpus_per_worker: Annotated[float, Field(gt=0, description="that each actor asks Ray for")] = 1.0,
-    prompts_per_request: Annotated[
-        Count | None,
-        Field(
-            description="prompts that a worker gets together; by default its share of a step where the engine is "
-            "inprocess, which writes them in one batch, and 1 with vLLM"
-        ),
-    ] = None,
+    prompts_per_request: Annotated[Count | None, Field(description=TOGETHER)] = None,
     address: Annotated[
         str | None, Field(description="of a cluster: auto or host:port; by default a new one on this machine")
     ] = None,

@@ -4,18 +4,15 @@ A few fixed tokens go through both. Stale weights, an adapter that was not appli
 a broken copy all show up as different logprobs.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from podium.errors import ParityError
+from podium.model.agreement import allowed_gap, mean_gap
 from podium.stages import Engine, Trainer
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-"""Largest mean difference of logprobs, by the precision in which the two sides compute; for a probe whose logprobs are
-on average below -1, so many times as much. The probe is not what the policy is trained to write, so it may become very
-unlikely; what rounding does to a logprob grows with it."""
+"""Largest mean difference of logprobs, by the precision in which the two sides compute; more for unlikely tokens."""
 
 
 async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], version: int, tolerance: float) -> None:
@@ -26,13 +23,13 @@ async def check_parity(trainer: Trainer, engine: Engine, probe: Sequence[int], v
             f"engine {name} holds policy version {engine.policy_version} after version {version} was pushed"
         )
     expected = await trainer.score(probe)
-    allowed = tolerance * max(1.0, fmean(map(abs, expected)))
+    allowed = allowed_gap(tolerance, expected)
     for member, found in (await _scores(engine, probe)).items():
         where = f"engine {name}" if member is None else f"engine {name}, member {member},"
         if len(expected) != len(found):
             raise ParityError(f"{where} returned {len(found)} logprobs for a probe of {len(expected)}")
-        gap = fmean(abs(a - b) for a, b in zip(expected, found, strict=True))
-        if not gap <= allowed < math.inf:
+        gap = mean_gap(expected, found)
+        if not gap <= allowed:
             raise ParityError(
                 f"{where} does not sample from the trained weights: after the sync to policy version {version} its "
                 f"logprobs differ from the trainer's by {gap:.2e} on average, {allowed:.2g} is allowed; "

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from podium.engine._pool.health import Pulse, lost
 from podium.engine._pool.members import Limit, Member, Members, OnEvent, Worker
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
+from podium.model.agreement import allowed_gap, mean_gap
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
@@ -279,8 +280,8 @@ class Supervisor:
                 raise EngineError(f"{member.name} did not take version {weights.version}: {problem}")
             if probe is not None and probe.version == weights.version:
                 found = await member.worker.engine.score(probe.token_ids)
-                gap = sum(abs(a - b) for a, b in zip(found, probe.logprobs, strict=True)) / len(found)
-                if not gap <= self.rules.tolerance:
+                gap = mean_gap(found, probe.logprobs)
+                if not gap <= allowed_gap(self.rules.tolerance, probe.logprobs):
                     raise EngineError(
                         f"{member.name} says that it holds version {weights.version}, but its logprobs differ from "
                         f"the others' by {gap:.2e} on average"

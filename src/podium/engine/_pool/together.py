@@ -10,6 +10,7 @@ from podium.engine._pool.members import Limit, Members, OnEvent
 from podium.engine._pool.supervisor import Rules, Supervisor
 from podium.engine._pool.thread import PoolThread
 from podium.errors import EngineError
+from podium.model.agreement import allowed_gap, mean_gap
 from podium.records import Answer, Request, Sampling
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -47,8 +48,8 @@ class Together:
         scores = await self.score_each(token_ids)
         first, *others = scores
         for name in others:
-            gap = sum(abs(a - b) for a, b in zip(scores[first], scores[name], strict=True)) / len(scores[first])
-            if not gap <= TOLERANCE[self.dtype]:
+            gap = mean_gap(scores[first], scores[name])
+            if not gap <= allowed_gap(TOLERANCE[self.dtype], scores[first]):
                 raise EngineError(f"members {first} and {name} of the pool differ in their logprobs by {gap:.2e}")
         return scores[first]
 

@@ -57,8 +57,7 @@ class Needs:
 class Staff:
     """`hire`, then `prepare`; then `trainer`, `engine` and `rewards` are what the loop needs."""
 
-    trainer: Any
-    """A `RemoteTrainer`, with the reference before it where that is apart."""
+    trainer: RemoteTrainer | Referenced
     engine: RolloutWorkers
     rewards: RewardActors
 
@@ -145,7 +144,7 @@ class Staff:
             model, *others = reference_needs(settings)
             asked = (model | {"device": apart.device}, *others)
             self._kinds.append(
-                kind("reference", ReferenceActor, asked, 1, 0.0 if apart.device == "cpu" else gpus[0], False)
+                kind("reference", ReferenceActor, asked, 1, 0.0 if apart.device == "cpu" else gpus[0] or 1.0, False)
             )
         problems = _problems({each.name: lambda each=each: self._wait_for(each) for each in self._kinds})
         if problems:
@@ -185,6 +184,13 @@ class Staff:
             kind.adopt(self._engine_given() if kind.name == "rollout" else None)
         return {kind.name: len(kind.ready) for kind in kinds if kind.ready}
 
+    def _prompts_together(self, engine: str) -> int:
+        """A worker's share of a step, where it writes that in one batch and nobody is to be served beside it."""
+        plan, most_workers = self._settings.plan, self._needs.rollout_workers[1]
+        if engine == "inprocess" and not plan.max_lag:
+            return -(-plan.prompts_per_window // most_workers)
+        return PROMPTS_PER_REQUEST[engine]
+
     def _make_engine(self, rollouts: Actors, about: About, returned: Mapping[str, int]) -> None:
         dtypes = {said["dtype"] for _, said in rollouts.ready}
         dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
@@ -197,8 +203,7 @@ class Staff:
             if returned:
                 self._tell("reattached", **returned)
 
-        share = -(-self._settings.plan.prompts_per_window // replicas[1])
-        together = self._needs.prompts_per_request or (share if name == "inprocess" else PROMPTS_PER_REQUEST[name])
+        together = self._needs.prompts_per_request or self._prompts_together(name)
         self.engine = RolloutWorkers(rollouts, name, dtype, replicas, together, self._limits, began)
         self.engine.in_flight, self.engine.on_event = self._settings.run.in_flight, self._tell
 
