@@ -22,5 +22,6 @@ class RemoteReference:
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """`[T]` at the batch's temperature."""
         with named("the reference's actor", ReferenceLostError):
-            answer = self._actor.answer.remote(as_array(bytes_of.batches_to_bytes([batch])))
-            return bytes_of.tensors_from_bytes(ray.get(answer, timeout=ANSWER_S).tobytes())["logprobs"]
+            call = self._actor.answer.remote(as_array(bytes_of.batches_to_bytes([batch])))
+            answer: Any = ray.get(call, timeout=ANSWER_S)
+        return bytes_of.tensors_from_bytes(answer.tobytes())["logprobs"]
