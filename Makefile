@@ -14,8 +14,9 @@ demo: $(VENV)/.core
 demo-full: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/full.toml
 
+# Two processes, each with files of its own: most tests wait for others that they start.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.test scan
 	$(BIN)/ruff format --check src tests benchmarks examples
