@@ -155,7 +155,7 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
         raise InputError(
             f"run.folder = {str(folder.path)!r}: {at_once} checkpoint{'s' * (at_once > 1)} of {each / 1e9:.3g} GB, as "
             f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has "
-            f"{free / 1e9:.3g} GB free; make room, {'lower checkpoint.keep, ' * (at_once > keep)}or give another "
+            f"{free / 1e9:.3g} GB free; make room, {'lower checkpoint.keep, ' * (at_once > 2)}or give another "
             "folder"
         )
 
