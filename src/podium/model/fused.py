@@ -50,8 +50,8 @@ def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
 def compile_layers(model: PreTrainedModel) -> None:
     """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only.
 
-    Sets torch's share of saved activations for the whole process, and turns one of its fusions off: it saves little, is
-    searched for during most of a minute, and a batch that is small beside the first one would be compiled for anew.
+    Sets torch's share of saved activations for the whole process, and turns one of its fusions off, which is for large
+    batches alone: a batch that is small beside the first one would be compiled for anew.
     """
     torch._functorch.config.activation_memory_budget = SAVED_SHARE
     torch._inductor.config.triton.mix_order_reduction = False
