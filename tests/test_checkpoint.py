@@ -136,7 +136,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: P
 
 
 def test_a_changed_ledger_is_found_and_nothing_is_cut(finished: Path, capsys) -> None:
-    lines = (finished / "metrics.jsonl").read_text().replace('"step": 1', '"step": 7')
+    lines = (finished / "metrics.jsonl").read_text().replace('"step":1', '"step":7')
     (finished / "metrics.jsonl").write_text(lines)
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
     assert "was changed since the checkpoint" in capsys.readouterr().err

@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from podium.errors import CheckpointError
 from podium.run_folder import RunFolder, write_atomically
+
+LINE_ENDS = ("\x85", "\u2028", "\u2029")
+"""Beyond those that JSON escapes: Python's str.splitlines ends a line there too."""
 
 
 class Ledger:
@@ -26,7 +31,7 @@ class Ledger:
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """To metrics.jsonl."""
-        data = (json.dumps(line) + "\n").encode()
+        data = json_line(line)
         with self._folder.metrics.open("ab") as file:
             file.write(data)
         self._metrics_hash.update(data)
@@ -35,7 +40,7 @@ class Ledger:
 
     def add_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """To rollouts/step-000001.jsonl, one line a rollout."""
-        data = "".join(json.dumps(rollout) + "\n" for rollout in rollouts).encode()
+        data = b"".join(map(json_line, rollouts))
         self._folder.rollouts.mkdir(exist_ok=True)
         self._step_file(step).write_bytes(data)
         self._rollouts_hash.update(data)
@@ -45,8 +50,8 @@ class Ledger:
     def add_held_out(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """To evals/step-000010.jsonl. No part of what a checkpoint proves: an evaluation done again writes the same."""
         self._folder.evals.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(rollout) + "\n" for rollout in rollouts)
-        write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines)
+        lines = b"".join(map(json_line, rollouts))
+        write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines.decode())
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint remembers."""
@@ -96,7 +101,18 @@ class Ledger:
         """The lines of metrics.jsonl."""
         if not self._folder.metrics.exists():
             return []
-        return [json.loads(line) for line in self._folder.metrics.read_text().splitlines()]
+        return [json.loads(line) for line in self._folder.metrics.read_bytes().splitlines()]
 
     def _step_file(self, step: int) -> Path:
         return self._folder.rollouts / f"step-{step:06d}.jsonl"
+
+
+def json_line(value: Mapping[str, Any]) -> bytes:
+    """By orjson, ten times as fast; by Python's own for what that refuses, such as a lone surrogate."""
+    try:
+        line = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        return (json.dumps(value) + "\n").encode()
+    for mark in LINE_ENDS:
+        line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
+    return line

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch._inductor.cpu_vec_isa
 
 from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
@@ -75,6 +77,14 @@ def test_compiled_layers_give_the_gradient_of_plain_ones(shared_prefix: bool) ->
         assert other["loss/total"] == pytest.approx(one["loss/total"], abs=2e-2)
         gap = (flat_gradient(plain) - flat_gradient(fast)).norm() / flat_gradient(plain).norm()
         assert float(gap) < 0.05
+
+
+def test_nothing_is_compiled_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it would be, torch tries out for tens of seconds what the host's processor can do."""
+    torch._dynamo.reset()  # what other tests compiled
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", lambda: pytest.fail("code for the host"))
+    step(a_trainer(a_model("qwen3")), groups_of(8), 4096)
 
 
 def test_no_micro_batch_waits_for_the_device() -> None:

@@ -114,7 +114,7 @@ def test_the_texts_of_tokens_survive_a_kill_in_the_middle_of_a_line(tmp_path: Pa
     path = tmp_path / "tokens.jsonl"
     path.write_text('\n{"8": "a"}\n{"24": "b')
     pieces = Pieces(path, str)
-    pieces.add([8, 24])
+    pieces.add({8, 24})
     assert read_pieces(path) == {8: "a", 24: "24"}
 
 
@@ -142,6 +142,21 @@ def test_no_text_of_a_rollout_can_break_a_line(report: Jsonl, tmp_path: Path) ->
     report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(hostile),))))
     (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines()
     assert json.loads(line)["text"] == hostile
+
+
+def test_lines_are_lines_to_every_reader(report: Jsonl, tmp_path: Path) -> None:
+    """orjson leaves some line ends as they are, at which Python's str.splitlines ends a line."""
+    text = "a\x85b\u2028c\u2029d\x0ce é ✓"
+    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(text),))))
+    (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["text"] == text
+
+
+@pytest.mark.parametrize("value", [-0.5, -1e-9, -12.3456784, 0.1 + 0.2, -1.5e-6])
+def test_logprobs_have_six_digits_behind_the_point_and_no_negative_zero(value: float) -> None:
+    rollout = make_rollout(rollout_logprobs=(value,) * 3)
+    [line] = rollout_lines(make_step_report(make_group((0.0,), rollouts=(rollout,))))
+    assert [repr(number) for number in line["logprobs"]] == [repr(round(value, 6) + 0.0)] * 3
 
 
 def test_starting_finishing_and_failing_write_nothing(report: Jsonl, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
+import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 from torch.utils._triton import has_triton
@@ -55,6 +56,13 @@ def compile_layers(model: PreTrainedModel) -> None:
     """
     torch._functorch.config.activation_memory_budget = SAVED_SHARE
     torch._inductor.config.triton.mix_order_reduction = False
+    compile_each(model)
+
+
+def compile_each(model: PreTrainedModel) -> None:
+    """Floats are constants of the code: a norm's ε that could change would be a tensor on the host, and code for the
+    host too, before which torch tries out for 40 s what the host's processor can do."""
+    torch._dynamo.config.specialize_float = True
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
     for layers in model.get_decoder().children():
         if isinstance(layers, torch.nn.ModuleList):

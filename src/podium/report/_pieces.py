@@ -4,7 +4,7 @@ It grows with the vocabulary in use, not with the run. Beside the ledger and not
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ class Pieces:
         self._path, self._decode = path, decode
         self._known: set[int] | None = None
 
-    def add(self, token_ids: Iterable[int]) -> None:
+    def add(self, token_ids: Set[int]) -> None:
         if self._known is None:
             self._known = set(read_pieces(self._path))
-        new = sorted(set(token_ids) - self._known)
+        new = sorted(token_ids - self._known)
         if not new:
             return
         self._known.update(new)

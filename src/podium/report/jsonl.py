@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from podium.ledger import Ledger
 from podium.records import EvalReport, Group, StepReport
 from podium.report._pieces import Pieces
@@ -22,7 +24,8 @@ class Jsonl:
         self._ledger.add_line({"step": report.state.step, **_rounded(report.metrics)})
         self._ledger.add_rollouts(report.state.step, list(rollout_lines(report)))
         if self._pieces is not None:
-            self._pieces.add(i for group in report.groups for rollout in group.rollouts for i in rollout.token_ids)
+            answers = (rollout.token_ids for group in report.groups for rollout in group.rollouts)
+            self._pieces.add(set().union(*answers))
 
     def evaluated(self, report: EvalReport) -> None:
         line = {
@@ -57,7 +60,7 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 **judged(group, index),
                 "advantage": round(group.advantages[index], 6),
                 "token_ids": list(rollout.token_ids),
-                "logprobs": [round(value, 6) for value in rollout.rollout_logprobs],
+                "logprobs": _to_digits(rollout.rollout_logprobs, 6),
                 **_logprob_gaps(report, group, index),
             }
 
@@ -89,13 +92,17 @@ def judged(group: Group, index: int) -> dict[str, Any]:
 
 def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, list[float]]:
     """The trainer's logprob of each token minus the sampler's, where the rollout was trained and all are finite. Five
-    digits are enough to see a gap, and most are 0.0 (+ 0.0 turns −0.0 into it)."""
+    digits are enough to see a gap."""
     rollout = group.rollouts[index]
     policy = report.policy_logprobs.get((group.prompt.ordinal, rollout.digest))
     if policy is None or group.rewards[index] is None or not all(map(math.isfinite, policy)):
         return {}
-    pairs = zip(policy, rollout.rollout_logprobs, strict=True)
-    return {"logprob_gaps": [round(trained - sampled, 5) + 0.0 for trained, sampled in pairs]}
+    return {"logprob_gaps": _to_digits(np.subtract(policy, rollout.rollout_logprobs), 5)}
+
+
+def _to_digits(values: Sequence[float] | np.ndarray, digits: int) -> list[float]:
+    """Behind the point; all at once, which is five times as fast as one by one. + 0.0 turns −0.0 into 0.0."""
+    return (np.round(np.asarray(values, dtype=np.float64), digits) + 0.0).tolist()
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,6 @@ have to wait for.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from podium.engine._cuda.joined import join_products
 from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import draw, draw_by_block, draw_likeliest
 from podium.model.forward import head_weight, softcap
-from podium.model.fused import fused_on_cuda
+from podium.model.fused import compile_each, fused_on_cuda
 from podium.model.load import twin_of
 from podium.model.logprobs import logits_of
 from podium.records import Sampling
@@ -253,8 +252,4 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
 def _compile_layers(model: PreTrainedModel) -> None:
     """Each by itself, all with the same code; the trainer compiles the same classes, so more forms are allowed."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
-    for layers in model.get_decoder().children():
-        if isinstance(layers, torch.nn.ModuleList):
-            for layer in layers:
-                layer.compile(dynamic=True)
+    compile_each(model)

@@ -12,8 +12,8 @@ import triton.language as tl
 
 LEAST_ROWS = 16
 """Of a matrix product in Triton; fewer query heads are padded."""
-BLOCK = 64
-"""Keys that a program takes at a time."""
+WIDE = 128
+"""Dimensions of a head from which on the smallest programs are the fastest."""
 
 
 @triton.jit
@@ -85,21 +85,20 @@ def flash_decode(
     prompt_lengths: torch.Tensor,
     scaling: float,
     window: int,
-    block: int = BLOCK,
-    num_warps: int = 4,
-    num_stages: int = 2,
 ) -> torch.Tensor:
     """See `decode_attention`."""
     rows, heads, dim = query.shape
     key_heads = slot_keys.shape[2]
     group = heads // key_heads
+    padded = max(LEAST_ROWS, triton.next_power_of_2(group))
+    block, num_warps, num_stages = (32, padded // LEAST_ROWS, 3) if dim >= WIDE else (64, 4, 2)  # measured on an H200
     query = query.contiguous()
     out = torch.empty_like(query)
     kernel: Any = _flash_decode
     kernel[(rows, key_heads)](
         query, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
         slot_keys.stride(0), prompt_keys.stride(0), scaling, window,
-        HEADS=key_heads, GROUP=group, DIM=dim, ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
+        HEADS=key_heads, GROUP=group, DIM=dim, ROWS=padded,
         DIMS=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
