@@ -203,6 +203,7 @@ def run_trl(args: argparse.Namespace, began: float) -> None:
     from trl import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(args.smollm2, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # as TRL does
     system = {"role": "system", "content": SYSTEM}
     prompts = podium_prompts(tokenizer, WORK, args.steps, SYSTEM)
     rows = [{"prompt": [system, *map(dict, prompt.messages)], "answer": prompt.answer} for prompt in prompts]

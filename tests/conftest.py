@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,19 @@ from podium.settings import Settings
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell that starts the tests in the background has them ignored,
         signal.signal(number, usual)  # and so would every process that a test starts
+
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    """A test that plays a rank in this process makes none of the tests after it."""
+    before = {name: os.environ[name] for name in RANKS if name in os.environ}
+    yield
+    for name in RANKS:
+        os.environ.pop(name, None)
+    os.environ.update(before)
 
 
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:

@@ -136,7 +136,14 @@ class Run:
         deadline = time.monotonic() + within_s
         while (left := [*self.processes(), *self.tmp.iterdir()]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return left
+        return [_command(each) if isinstance(each, int) else each for each in left]
+
+
+def _command(pid: int) -> str:
+    """For a message: what a process is."""
+    with suppress(OSError):
+        return f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    return f"{pid}: gone by now"
 
 
 @contextmanager
