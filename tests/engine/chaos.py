@@ -142,7 +142,8 @@ class Run:
 def _command(pid: int) -> str:
     """For a message: what a process is."""
     with suppress(OSError):
-        return f"{pid}: " + Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        parts = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return f"{pid}: {b' '.join(parts).decode(errors='replace')[:200]}"
     return f"{pid}: gone by now"
 
 
