@@ -206,3 +206,19 @@ def test_what_was_written_is_compared_with_what_was_meant(tmp_path: Path) -> Non
         assert complaint in (checkpoint_files.find_difference(place, meant) or "")
     flip_a_bit(place / "state.json")
     assert checkpoint_files.find_difference(place, tensors) == "state.json is not what was written"
+
+
+@pytest.mark.parametrize("shift", [-1_000_000_000, 1_000_000_000])
+def test_a_header_that_points_outside_of_its_file_is_a_difference(shift: int, tmp_path: Path) -> None:
+    """And no read of memory that is not the file's."""
+    tensors = {"a": torch.ones(1000)}
+    place = tmp_path / "checkpoints" / "step-000001"
+    checkpoint_files.write_checkpoint(place, tensors, {"state": {}}, "", [])
+    file, manifest = place / checkpoint_files.TENSORS, place / checkpoint_files.MANIFEST
+    header = {"a": {"dtype": "F32", "shape": [1000], "data_offsets": [shift, shift + 4000]}}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4000)
+    described = json.loads(manifest.read_text())
+    described[checkpoint_files.TENSORS]["bytes"] = file.stat().st_size
+    manifest.write_text(json.dumps(described))
+    assert checkpoint_files.find_difference(place, tensors) == "a in trainer.safetensors is not what was written"

@@ -55,7 +55,7 @@ def lengths_of_run(folder: Path) -> Observed:
     """From the ledger of a run."""
     groups: dict[tuple[str, int], list[int]] = {}
     for path in sorted((folder / "rollouts").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_bytes().splitlines():
             rollout = json.loads(line)
             groups.setdefault((path.name, rollout["ordinal"]), []).append(len(rollout["token_ids"]))
     return Observed(tuple(groups.values()))

@@ -8,7 +8,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 50, 40, 16
 
 
 def main(run: Path, out: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     sampled = [(line["step"], line["reward/correct_rate"]) for line in lines if "reward/correct_rate" in line]
     held_out = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
     last = max(step for step, _ in sampled)

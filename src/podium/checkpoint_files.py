@@ -97,11 +97,12 @@ def _other_tensors(mapped: mmap, tensors: Mapping[str, Any]) -> str | None:
         return f"{TENSORS} holds other tensors than were written"
     on_disk = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() + start
     for name, tensor in tensors.items():
-        meant = tensor.contiguous()
+        meant = tensor.cpu().contiguous()
         first, last = header[name]["data_offsets"]
         if header[name]["shape"] != list(tensor.shape) or last - first != tensor.nbytes:
             return f"{name} in {TENSORS} has another shape than was written"
-        if last > len(mapped) - start or _memcmp(on_disk + first, meant.data_ptr(), meant.nbytes):
+        is_inside = 0 <= first <= last <= len(mapped) - start
+        if not is_inside or _memcmp(on_disk + first, meant.data_ptr(), meant.nbytes):
             return f"{name} in {TENSORS} is not what was written"
     return None
 

@@ -31,7 +31,7 @@ class Ledger:
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """To metrics.jsonl."""
-        data = json_line(line)
+        data = _json_line(line)
         with self._folder.metrics.open("ab") as file:
             file.write(data)
         self._metrics_hash.update(data)
@@ -40,7 +40,7 @@ class Ledger:
 
     def add_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """To rollouts/step-000001.jsonl, one line a rollout."""
-        data = b"".join(map(json_line, rollouts))
+        data = b"".join(map(_json_line, rollouts))
         self._folder.rollouts.mkdir(exist_ok=True)
         self._step_file(step).write_bytes(data)
         self._rollouts_hash.update(data)
@@ -50,7 +50,7 @@ class Ledger:
     def add_held_out(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """To evals/step-000010.jsonl. No part of what a checkpoint proves: an evaluation done again writes the same."""
         self._folder.evals.mkdir(exist_ok=True)
-        lines = b"".join(map(json_line, rollouts))
+        lines = b"".join(map(_json_line, rollouts))
         write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines.decode())
 
     def position(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Ledger:
         return self._folder.rollouts / f"step-{step:06d}.jsonl"
 
 
-def json_line(value: Mapping[str, Any]) -> bytes:
+def _json_line(value: Mapping[str, Any]) -> bytes:
     """By orjson, ten times as fast; by Python's own for what that refuses, such as a lone surrogate."""
     try:
         line = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)

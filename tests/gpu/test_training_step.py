@@ -84,7 +84,11 @@ def test_nothing_is_compiled_for_the_host(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()  # what other tests compiled
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", lambda: pytest.fail("code for the host"))
-    step(a_trainer(a_model("qwen3")), groups_of(8), 4096)
+    trainer = a_trainer(a_model("qwen3"))
+    assert all(layer._compiled_call_impl is not None for layer in trainer._model.get_decoder().layers)
+    step(trainer, groups_of(8), 4096)
+    torch._dynamo.reset()
+    step(a_trainer(a_model("qwen3"), compile=False), groups_of(8), 4096)
 
 
 def test_no_micro_batch_waits_for_the_device() -> None:

@@ -137,8 +137,10 @@ def test_a_rollout_counts_as_trained_only_if_its_group_was_kept_and_it_has_a_rew
     assert [line["trained"] for line in rollout_lines(report)] == [True, False, True, False, False]
 
 
-def test_no_text_of_a_rollout_can_break_a_line(report: Jsonl, tmp_path: Path) -> None:
-    hostile = 'a\n{"step": 9}\r\u2028\x00\ud800"'
+@pytest.mark.parametrize("end", ["", "\ud800"])
+def test_no_text_of_a_rollout_can_break_a_line(end: str, report: Jsonl, tmp_path: Path) -> None:
+    """The second is nothing that orjson would write."""
+    hostile = f'a\n{{"step": 9}}\r\u2028\x00"{end}'
     report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(hostile),))))
     (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines()
     assert json.loads(line)["text"] == hostile

@@ -28,6 +28,7 @@ def fused_on_cuda(function: F) -> F:
 
     @functools.cache
     def compiled() -> Callable:
+        keep_floats_constant()
         return torch.compile(function, dynamic=True) if has_triton() else function
 
     @functools.wraps(function)
@@ -35,6 +36,12 @@ def fused_on_cuda(function: F) -> F:
         return (compiled() if first.is_cuda else function)(first, *others)
 
     return cast(F, call)
+
+
+def keep_floats_constant() -> None:
+    """In compiled code, for the whole process: a norm's ε that could change would be a tensor on the host, and code for
+    the host too, before which torch tries out for 40 s what the host's processor can do."""
+    torch._dynamo.config.specialize_float = True
 
 
 def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
@@ -60,9 +67,9 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def compile_each(model: PreTrainedModel) -> None:
-    """Floats are constants of the code: a norm's ε that could change would be a tensor on the host, and code for the
-    host too, before which torch tries out for 40 s what the host's processor can do."""
-    torch._dynamo.config.specialize_float = True
+    """Layers with the same code; trainer and engine compile the same classes, so more forms of one are allowed."""
+    keep_floats_constant()
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
     for layers in model.get_decoder().children():
         if isinstance(layers, torch.nn.ModuleList):

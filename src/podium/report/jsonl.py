@@ -97,6 +97,7 @@ def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, lis
     policy = report.policy_logprobs.get((group.prompt.ordinal, rollout.digest))
     if policy is None or group.rewards[index] is None or not all(map(math.isfinite, policy)):
         return {}
+    assert len(policy) == len(rollout.rollout_logprobs)
     return {"logprob_gaps": _to_digits(np.subtract(policy, rollout.rollout_logprobs), 5)}
 
 

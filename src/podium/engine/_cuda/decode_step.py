@@ -133,7 +133,7 @@ class DecodeStep:
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         if self._device.type == "cuda":
-            _compile_layers(self._model)
+            compile_each(self._model)
 
     def _add_caches(self) -> None:
         """Keys and values of slots and prompts, on the modules that use them."""
@@ -247,9 +247,3 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     """Of the decoder, in the order of its layers."""
     found = [module for module in model.get_decoder().modules() if hasattr(module, "k_proj")]
     return sorted(found, key=lambda module: module.layer_idx)  # type: ignore[arg-type,return-value]
-
-
-def _compile_layers(model: PreTrainedModel) -> None:
-    """Each by itself, all with the same code; the trainer compiles the same classes, so more forms are allowed."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    compile_each(model)
