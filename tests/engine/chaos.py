@@ -118,12 +118,13 @@ class Run:
         return len(list((self.folder / "rollouts").glob("step-*.jsonl")))
 
     def processes(self) -> list[int]:
-        """All that have this run's temporary folder in their environment."""
+        """All that have this run's temporary folder in their environment, or files open in it: a process that writes a
+        title for itself writes over its environment."""
         mark, found = f"TMPDIR={self.tmp}".encode(), []
-        for path in Path("/proc").glob("[0-9]*/environ"):
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if mark in path.read_bytes():
-                    found.append(int(path.parent.name))
+                if mark in (process / "environ").read_bytes() or _has_open(process, self.tmp):
+                    found.append(int(process.name))
         return found
 
     def keeper(self) -> int:
@@ -137,6 +138,14 @@ class Run:
         while (left := [*self.processes(), *self.tmp.iterdir()]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [_command(each) if isinstance(each, int) else each for each in left]
+
+
+def _has_open(process: Path, folder: Path) -> bool:
+    for link in (process / "fd").iterdir():
+        with suppress(OSError):  # closed by now
+            if os.readlink(link).startswith(str(folder)):
+                return True
+    return False
 
 
 def _command(pid: int) -> str:

@@ -30,17 +30,18 @@ LINGER_S = 300.0
 CLEANER = """
 read -r line
 for _ in 1 2 3 4; do
-    for found in $(grep -lsF "PODIUM_RAY=$1" /proc/[0-9]*/environ); do
+    named=$(grep -lsF "PODIUM_RAY=$1" /proc/[0-9]*/environ)
+    for found in $named $(find /proc/[0-9]*/fd -lname "$1/*" 2>/dev/null); do
         process=${found#/proc/}
-        process=${process%/environ}
+        process=${process%%/*}
         [ "$process" = "$$" ] || kill -KILL "$process" 2>/dev/null
     done
     rm -rf "$1"
     sleep 0.3
 done
 """
-"""A shell whose input ends when this process does. Ray's processes have the folder in their environment; some would
-take a while to notice that they are alone."""
+"""A shell whose input ends when this process does. Ray's processes have the folder in their environment, or files open
+in it where a new title was written over that; some would take a while to notice that they are alone."""
 CLOSE_S = 20.0
 KNOCK_S = 10.0
 LONGEST_PLACE = 24
