@@ -214,6 +214,7 @@ GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
                 *SUMMARY_LINES[2:],
             ],
         ),
+        ({"restarts": 1}, [*SUMMARY_LINES[:2], "taken up again: once", *SUMMARY_LINES[2:]]),
     ],
 )
 def test_the_summary_says_what_there_is_to_say(changes: dict[str, Any], expected: list[str]) -> None:

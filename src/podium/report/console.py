@@ -170,7 +170,8 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
     if summary["dropped_groups"]:
         lines.append(f"prompts that the engine failed at and that were left out: {summary['dropped_groups']}")
     if summary["restarts"]:
-        lines.append(f"taken up again: {summary['restarts']} times")
+        times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
+        lines.append(f"taken up again: {times}")
     if total := sum((seconds or {}).values()):
         shares = sorted((seconds or {}).items(), key=lambda pair: -pair[1])[:3]
         parts = ", ".join(f"{stage} {value / total:.0%}" for stage, value in shares if value > 0.005 * total)
