@@ -108,7 +108,7 @@ class Ledger:
 
 
 def _json_line(value: Mapping[str, Any]) -> bytes:
-    """By orjson, ten times as fast; by Python's own for what that refuses, such as a lone surrogate."""
+    """By orjson, five times as fast; by Python's own for what that refuses, such as a lone surrogate."""
     try:
         line = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:
