@@ -18,7 +18,7 @@ PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "images"
 BEGIN, END = "<!-- made by benchmarks/picture.py -->", "<!-- end -->"
 TITLES = {"podium": "Podium", "podium-vllm": "Podium, vLLM", "podium-overlap": "Podium, overlapped"}
 COLOURS = {"generation": "#4477aa", "training": "#ddaa33", "other": "#bbbbbb"}
-CURVES = {"podium": "#4477aa", "trl-128": "#ddaa33"}
+CURVES = {"podium": "#4477aa", "podium-overlap": "#aa3377", "trl-128": "#ddaa33"}
 WIDTH, LEFT, ROW, BAR = 760, 230, 30, 18
 
 Model = Mapping[str, Any]
@@ -109,7 +109,9 @@ def svg(height: int, label: str, content: str) -> str:
 
 
 def bar(y: int, label: str, facts: Mapping[str, Any], scale: float) -> list[str]:
-    generation, training = facts["generation_s_median"], facts["training_s_median"]
+    """Of generation, what is not hidden behind training."""
+    training = facts["training_s_median"]
+    generation = min(facts["generation_s_median"], facts["seconds_median"] - training)
     spent = {"generation": generation, "training": training}
     spent["other"] = max(0.0, facts["seconds_median"] - generation - training)
     drawn, x = [text(10, y, label)], float(LEFT)

@@ -8,6 +8,7 @@ it is the right one. Same prompts in the same order, group size, longest answer,
 bfloat16 products over float32 weights, on both sides; otherwise each as its users run it. Accuracy is that of greedy
 answers to the held-out sums. Training time is that of the steps, the first of which compiles; wall time counts from
 the start of the process, loading and evaluations included. TRL stops once it has trained for `--limit` seconds.
+`podium-overlap` writes the rollouts of the next step while it trains this one; nothing is written during an evaluation.
 """
 
 import argparse
@@ -36,7 +37,7 @@ LEARNING_RATE, BETAS, NUM_STEPS, SEED = 2e-5, (0.9, 0.95), 300, 0
 ACCURACIES = (0.9, 0.97)
 LONGEST_S = 900
 """For one contender."""
-EVAL_EVERY = {"podium": 10, "trl-128": 4}
+EVAL_EVERY = {"podium": 10, "podium-overlap": 10, "trl-128": 4}
 """Steps; TRL's are so much longer."""
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     args = parse_arguments()
     if args.contender:
         began = time.perf_counter()
-        (run_podium if args.contender == "podium" else run_trl)(args, began)
+        (run_podium if args.contender.startswith("podium") else run_trl)(args, began)
         return
     found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
     for contender in args.contenders:
@@ -155,6 +156,7 @@ def run_podium(args: argparse.Namespace, began: float) -> None:
                 "seed": SEED,
                 "prompts_per_step": WORK.prompts_per_step,
                 "rollouts_per_prompt": GROUP_SIZE,
+                "max_lag": 1 if args.contender == "podium-overlap" else 0,
             },
             "model": {"name": str(args.smollm2), "dtype": "float32", "device": args.device, "lora": False},
             "data": [data],
@@ -166,7 +168,7 @@ def run_podium(args: argparse.Namespace, began: float) -> None:
                 "betas": BETAS,
                 "precision": "bfloat16" if args.device == "cuda" else "float32",
             },
-            "eval": {"every": EVAL_EVERY["podium"], "data": [data | {"split": "held_out"}]},
+            "eval": {"every": EVAL_EVERY[args.contender], "data": [data | {"split": "held_out"}]},
             "checkpoint": {"every": 0},
             "report": [{"name": f"{Path(__file__).resolve()}:Report", "began": began}],
         }

@@ -53,10 +53,10 @@ async def train(stages: Stages, plan: Plan) -> RunState:
                 await flights.written()
                 clock.end("rollout")
             await stages.sync.push(state.policy_version)  #                 8    nothing if nothing was trained
-            flights.send(state)
             clock.end("sync")
-            await stages.evaluation.run_if_due(state, since=state.step - 1)
+            await stages.evaluation.run_if_due(state, since=state.step - 1)  # before others are written beside it
             clock.end("eval")
+            flights.send(state)
             await stages.checkpoint.commit_if_due(state)  #                 9
             clock.end("checkpoint")
             await give_up_if_stalled(stages, plan, state)

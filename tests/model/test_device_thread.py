@@ -2,7 +2,9 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
-from podium.model.device_thread import made_ahead
+import pytest
+
+from podium.model.device_thread import SHARED, DeviceThread
 
 
 def test_the_next_item_is_made_while_this_one_is_used() -> None:
@@ -15,7 +17,7 @@ def test_the_next_item_is_made_while_this_one_is_used() -> None:
 
     async def use() -> list[int]:
         found = []
-        async for item in made_ahead(items()):
+        async for item in SHARED.made_ahead(items()):
             assert await asyncio.to_thread(second.wait, 10), "nothing is made while an item is used"
             found.append(item)
         return found
@@ -32,10 +34,46 @@ def test_given_up_it_waits_for_the_item_under_way_and_makes_no_more() -> None:
             yield number
 
     async def use() -> int:
-        ahead = made_ahead(items())
+        ahead = SHARED.made_ahead(items())
         async for item in ahead:
             await ahead.aclose()
             return len(made) + 0 * item
         raise AssertionError("no item")
 
     assert asyncio.run(use()) == len(made) == 2
+
+
+def test_calls_on_one_thread_follow_each_other_and_two_threads_work_at_the_same_time() -> None:
+    async def meet(first: DeviceThread, second: DeviceThread) -> None:
+        """Both calls end only once they are both under way."""
+        barrier = threading.Barrier(2, timeout=0.5 if first is second else 10)
+        await asyncio.gather(first.run(barrier.wait), second.run(barrier.wait))
+
+    one, other = DeviceThread("one"), DeviceThread("other")
+    asyncio.run(meet(one, other))
+    with pytest.raises(threading.BrokenBarrierError):
+        asyncio.run(meet(one, one))
+    one.close(), other.close()
+
+
+def test_who_holds_a_thread_keeps_its_calls_waiting() -> None:
+    thread, began = DeviceThread("held"), threading.Event()
+
+    async def ask() -> None:
+        with thread.busy:
+            call = asyncio.ensure_future(thread.run(began.set))
+            await asyncio.sleep(0.2)
+            assert not began.is_set()
+        await call
+
+    asyncio.run(ask())
+    assert began.is_set()
+    thread.close()
+
+
+def test_a_closed_thread_ends_once_its_call_has() -> None:
+    thread = DeviceThread("ending")
+    asyncio.run(thread.run(lambda: None))
+    thread.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        asyncio.run(thread.run(lambda: None))

@@ -6,8 +6,9 @@ the batch and waiting ones take their place. Under LoRA the sampled weights are 
 scale·B·A at each load: sampling through adapter layers is slower, and merging in place would drift.
 
 On CUDA the decode step is replayed as a CUDA graph (`_continuous.py`), in the precision in which the trainer computes:
-under bfloat16 the linear layers are copies in bfloat16, and an adapter stays beside them. The plain path below is for
-CPUs, and for models that the other cannot run.
+under bfloat16 the linear layers are copies in bfloat16, and an adapter stays beside them. With a snapshot of the
+weights it writes while the trainer trains, on a stream of its own. The plain path below is for CPUs, and for models
+that the other cannot run.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
-from podium.model.device_thread import made_ahead, on_device_thread
+from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
@@ -98,6 +99,8 @@ class Inprocess:
                 self._base[layer] = module.weight.detach()  # type: ignore[union-attr]
                 module.weight = _frozen(self._base[layer].clone())
         self._check_decoding()
+        is_apart = snapshot and self._device.type == "cuda"
+        self._thread = beside_the_trainer(self._device) if is_apart else SHARED
         self._continuous: Continuous | None = None
         self._is_compared = False
         """Whether captured decoding has been compared with a plain forward pass; done at the first call."""
@@ -165,17 +168,17 @@ class Inprocess:
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         check_room(requests, sampling, self._max_context_tokens)
         if self._continuous is not None and requests and not self._is_compared:
-            await on_device_thread(self._compare, requests, sampling)
+            await self._thread.run(self._compare, requests, sampling)
         if self._continuous is None or self._is_replaying:  # captured steps write to one set of slots
             answers = self._generate(deque(requests), sampling)
-            while (some := await on_device_thread(next, answers, None)) is not None:
+            while (some := await self._thread.run(next, answers, None)) is not None:
                 for answer in some:
                     yield answer
             return
         self._is_replaying = True
         try:
             made = self._continuous.generate(requests, sampling, lambda: self.policy_version or 0)
-            async with aclosing(made_ahead(made)) as batches:
+            async with aclosing(self._thread.made_ahead(made)) as batches:
                 async for some in batches:
                     for answer in some:
                         yield answer
@@ -183,13 +186,13 @@ class Inprocess:
             self._is_replaying = False
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await on_device_thread(self._score, list(token_ids))
+        return await self._thread.run(self._score, list(token_ids))
 
     def _score(self, token_ids: list[int]) -> list[float]:
         return sequence_logprobs(self._model, token_ids, compute_dtype=self._compute_dtype)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        await on_device_thread(self._load_weights, weights)
+        await self._thread.run(self._load_weights, weights)
         self.policy_version = version
 
     async def load_folder(self, folder: Path, version: int) -> None:
@@ -197,10 +200,19 @@ class Inprocess:
         await self.load_weights(weights.items(), version)
 
     def close(self) -> None:
-        """Nothing is held that does not go with the object."""
+        if self._thread is not SHARED:
+            self._thread.close()
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        stream = self._thread.stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.default_stream(self._device))  # where the trainer has made them
+        self._take_weights(weights)
+        if stream is not None:
+            stream.synchronize()  # before the trainer changes them
 
     @torch.no_grad()
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Full weights are copied unless they are the same memory; an adapter is laid over the base."""
         halves: dict[str, torch.Tensor] = {}
         own = dict(self._model.named_parameters())

@@ -1,35 +1,67 @@
-"""The one thread that runs torch.
+"""The threads that run torch.
 
-Engine and trainer of one process take turns on it, so the event loop stays free for rewards and signals, and the
-process has one team of CPU threads instead of two that fight for the cores.
+Engine and trainer of one process take turns on one of them, so the event loop stays free for rewards and signals, and
+the process has one team of CPU threads instead of two that fight for the cores. On CUDA, an engine with weights of its
+own has a thread and a stream of its own: there both work at the same time.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+BEFORE_OTHERS = -1
+"""Priority of a stream whose short kernels go between the long ones of another."""
 
 
-async def on_device_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Awaits `function(*args, **kwargs)`."""
-    call: Callable[[], Any] = lambda: function(*args, **kwargs)  # noqa: E731
-    return await asyncio.get_running_loop().run_in_executor(_thread, call)
+class DeviceThread:
+    """Runs one call after the other; `stream` is where their kernels go, by default the device's own."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self.busy = threading.RLock()
+        """Held while a call runs."""
+        setup = (torch.cuda.set_stream, (stream,)) if stream is not None else (None, ())
+        self._pool = ThreadPoolExecutor(1, name, *setup)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Awaits `function(*args, **kwargs)`."""
+
+        def call() -> Any:
+            with self.busy:
+                return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+    async def made_ahead(self, items: Iterator[T]) -> AsyncGenerator[T]:
+        """Each item while the next is being made: whoever uses them does not keep the device waiting."""
+        upcoming = asyncio.ensure_future(self.run(next, items, _END))
+        try:
+            while (item := await upcoming) is not _END:
+                upcoming = asyncio.ensure_future(self.run(next, items, _END))
+                yield item
+        finally:
+            await asyncio.wait([upcoming])  # the iterator may be closed only when it stands still
+
+    def close(self) -> None:
+        """What runs is run to its end; nothing comes after it."""
+        self._pool.shutdown(wait=False)
 
 
-async def made_ahead(items: Iterator[T]) -> AsyncGenerator[T]:
-    """Each item while the next is being made: whoever uses them does not keep the device waiting."""
-    upcoming = asyncio.ensure_future(on_device_thread(next, items, _END))
-    try:
-        while (item := await upcoming) is not _END:
-            upcoming = asyncio.ensure_future(on_device_thread(next, items, _END))
-            yield item
-    finally:
-        await asyncio.wait([upcoming])  # the iterator may be closed only when it stands still
+SHARED = DeviceThread("device")
+"""Of the trainer, and of engines that take turns with it."""
+on_device_thread = SHARED.run
+
+
+def beside_the_trainer(device: torch.device) -> DeviceThread:
+    """A thread for an engine on this CUDA device whose weights no trainer changes."""
+    return DeviceThread("engine", torch.cuda.Stream(device, priority=BEFORE_OTHERS))
 
 
 _END: Any = object()

@@ -252,8 +252,8 @@ TIME = Chapter(
         Metric(
             "time/overlap",
             "`time/overlapped_s` / min(`time/engine_s`, `time/train_s`): 0 strictly in turn, 1 the shorter side hidden "
-            "behind the longer. An engine in the trainer's process takes turns with it on one thread: then it says "
-            "that both had work, not that both did it",
+            "behind the longer. On a CPU an engine in the trainer's process takes turns with it on one thread: then it "
+            "says that both had work, not that both did it",
         ),
         Metric("perf/train_tokens_per_s", "`pack/tokens` over `time/train_s`"),
     ),

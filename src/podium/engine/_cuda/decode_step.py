@@ -18,6 +18,7 @@ from podium.engine._cuda.decode_attention import CACHES, NAME, DecodeRows
 from podium.engine._cuda.joined import join_products
 from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import draw, draw_by_block, draw_likeliest
+from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, softcap
 from podium.model.fused import compile_each, fused_on_cuda
 from podium.model.load import twin_of
@@ -176,18 +177,20 @@ class DecodeStep:
         self._draw_and_record(logits, slots, sampling, is_compiled=False)
 
     def _capture(self, size: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """With spare rows: a captured step leaves every slot as it was."""
+        """With spare rows: a captured step leaves every slot as it was. No training meanwhile: compilers and the
+        device's random numbers are for one thread at a time."""
         kept = self.rows.clone()
         self.rows.fill_(self.capacity.slots)
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles what is not compiled yet
-                self._step(size, sampling)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(size, sampling)
+        with SHARED.busy:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles what is not compiled yet
+                    self._step(size, sampling)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(size, sampling)
         self._pool = graph.pool()  # steps run one after the other, so they share their memory
         self.rows.copy_(kept)
         return graph

@@ -1,0 +1,72 @@
+"""An engine with weights of its own writes on CUDA while the trainer trains."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from podium.engine.inprocess import Inprocess
+from podium.model.device_thread import SHARED
+from podium.pack import pack
+from podium.records import Answer, Request, Sampling
+from tests.model.test_attention import a_model
+
+from .test_decoding import policy_of, requests
+from .test_training_step import a_trainer, groups_of
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler warns of its own parts
+]
+
+SAMPLING = Sampling(max_new_tokens=200, temperature=1.0)
+Made = dict[int, tuple]
+
+
+async def written(engine: Inprocess, asked: list[Request]) -> Made:
+    made: dict[int, Answer] = {answer.key: answer async for answer in engine.generate(asked, SAMPLING)}
+    return {key: (answer.token_ids, answer.logprobs) for key, answer in made.items()}
+
+
+def test_what_is_written_beside_training_is_what_would_be_written_alone() -> None:
+    trainer = a_trainer(a_model("llama"))
+    engine = Inprocess(trainer._policy, snapshot=True, compute_dtype=torch.bfloat16)
+    assert engine._thread is not SHARED
+    batches = pack(groups_of(32), max_tokens_per_batch=256, temperature=1.0)
+    asked = requests(64)
+
+    async def both() -> tuple[Made, Made, Made, int]:
+        await engine.load_weights(trainer.weights(), 0)
+        alone = await written(engine, asked)
+        await trainer.step(batches)  # what compiles has compiled
+        beside, steps = asyncio.ensure_future(written(engine, asked)), 0
+        while not beside.done():
+            assert (await trainer.step(batches)).updated
+            steps += 1
+        await engine.load_weights(trainer.weights(), 1)
+        return alone, beside.result(), await written(engine, asked), steps
+
+    alone, beside, after, steps = asyncio.run(both())
+    engine.close()
+    assert steps >= 1, "no step was trained while the rollouts were written"
+    assert beside == alone, "training has changed what was written beside it"
+    assert after != alone, "the weights after training have not reached the engine"
+
+
+def test_a_long_call_of_the_trainer_does_not_keep_the_engine_waiting() -> None:
+    policy = policy_of(a_model("llama"))
+    engine = Inprocess(policy, snapshot=True)
+    asked = requests(16)
+
+    async def beside_a_call() -> bool:
+        await engine.load_weights(policy.named_weights(), 0)
+        await written(engine, asked)  # captures its steps, which waits for the trainer
+        call = asyncio.ensure_future(SHARED.run(time.sleep, 10))
+        await written(engine, asked)
+        is_under_way = not call.done()
+        await call
+        return is_under_way
+
+    assert asyncio.run(beside_a_call())
+    engine.close()
