@@ -34,15 +34,22 @@ def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_e
         assert torch.allclose(a.grad, b.grad, atol=1e-5)
 
 
-def test_no_more_logits_exist_than_a_chunk_holds(monkeypatch) -> None:
+def test_no_more_logits_exist_than_a_chunk_holds_but_for_the_first_chunks(monkeypatch) -> None:
     monkeypatch.setitem(module.MAX_CHUNK_ELEMENTS, "cpu", 50)
+    monkeypatch.setitem(module.KEPT_CHUNKS, "cpu", 3)
     sizes = []
     real = module.logits_of
     monkeypatch.setattr(module, "logits_of", lambda *args: sizes.append(real(*args).numel()) or real(*args))
     hidden, weight = torch.randn(100, 4, requires_grad=True), torch.randn(10, 4)
-    token_logprobs(hidden, weight, torch.zeros(100, dtype=torch.long))[0].sum().backward()
+    made = token_logprobs(hidden, weight, torch.zeros(100, dtype=torch.long))[0]
+    made.sum().backward(retain_graph=True)
     assert max(sizes) <= 50
-    assert sum(sizes) == 2 * 100 * 10  # once forward, once backward
+    assert sum(sizes) == 100 * 10 + (100 - 3 * 5) * 10  # forward, and backward but for what was kept
+    first = hidden.grad.clone()
+    hidden.grad = None
+    made.sum().backward()  # a second time, when nothing is kept any more
+    assert torch.equal(hidden.grad, first)
+    assert sum(sizes) == 100 * 10 + (100 - 3 * 5) * 10 + 100 * 10
 
 
 def test_the_weight_needs_no_gradient_under_lora() -> None:

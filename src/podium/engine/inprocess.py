@@ -31,6 +31,7 @@ from podium.engine._cuda.adapted import AdaptedLinear
 from podium.engine._cuda.continuous import Continuous
 from podium.engine._cuda.joined import join_weights
 from podium.engine._draft import Draft
+from podium.engine._packed import PackedLinear, pack_layers
 from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
@@ -39,7 +40,7 @@ from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
-from podium.model.logprobs import logits_of
+from podium.model.logprobs import capped, logits_of
 from podium.model.self_check import TOLERANCE
 from podium.records import Answer, Request, Sampling
 
@@ -85,6 +86,7 @@ class Inprocess:
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
+        self._packed: list[PackedLinear] = []
         if snapshot and policy.peft is None:
             for module in self._model.modules():
                 for name, parameter in module.named_parameters(recurse=False):
@@ -94,10 +96,12 @@ class Inprocess:
         if self._compute_dtype is not None:
             self._halve(ranks)
         elif self._model is not self._trained:
+            self._packed = pack_layers(self._model)
             for layer in ranks:
                 module = self._model.get_submodule(layer)
                 self._base[layer] = module.weight.detach()  # type: ignore[union-attr]
-                module.weight = _frozen(self._base[layer].clone())
+                if not isinstance(module, PackedLinear):
+                    module.weight = _frozen(self._base[layer].clone())
         self._check_decoding()
         is_apart = snapshot and self._device.type == "cuda"
         self._thread = beside_the_trainer(self._device) if is_apart else SHARED
@@ -216,6 +220,7 @@ class Inprocess:
         """Full weights are copied unless they are the same memory; an adapter is laid over the base."""
         halves: dict[str, torch.Tensor] = {}
         own = dict(self._model.named_parameters())
+        is_full = False
         for name, tensor in weights:
             layer, _, part = name.rpartition(".lora_")
             if layer and self._model is self._trained:
@@ -224,8 +229,12 @@ class Inprocess:
                 halves[part[0]] = tensor.to(self._device)  # from a folder it comes on the CPU
                 if len(halves) == 2:
                     self._lay_over(layer, halves.pop("A"), halves.pop("B"))
-            elif own[name].data_ptr() != tensor.data_ptr():
+                continue
+            is_full = True
+            if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+        for packed in self._packed if is_full else []:
+            packed.pack(packed.weight)
         if self._continuous is not None:
             self._continuous.take_weights()
 
@@ -235,7 +244,11 @@ class Inprocess:
             module.load(a, b)
             return
         base = self._base[layer]
-        module.weight.copy_(torch.addmm(base.to(a.dtype), b, a, alpha=self._scale))  # type: ignore[union-attr]
+        merged = torch.addmm(base.to(a.dtype), b, a, alpha=self._scale)
+        if isinstance(module, PackedLinear):
+            module.pack(merged)
+        else:
+            module.weight.copy_(merged)  # type: ignore[union-attr]
 
     @torch.inference_mode()
     def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[list[Answer]]:
@@ -319,6 +332,9 @@ class Inprocess:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         dtype = self._compute_dtype or hidden.dtype
+        head = self._model.get_output_embeddings()
+        if isinstance(head, PackedLinear):
+            return capped(head(hidden), softcap(self._model))
         return logits_of(hidden.to(dtype), head_weight(self._model).to(dtype), softcap(self._model))
 
 

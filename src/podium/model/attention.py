@@ -34,7 +34,17 @@ def packed_attention(module, query, key, value, attention_mask, segments: Segmen
         return attend(q, k, v, segments, window, kwargs["scaling"]).unsqueeze(0), None
     if window is not None and key.shape[2] > window:
         attention_mask = _within_window(attention_mask, query, key, window)
+    if query.shape[2] == 1 and attention_mask is not None:
+        return _one_query_a_row(query, key, value, attention_mask, kwargs["scaling"]), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    """A decode step: the query heads of a key head are its queries, so no key is copied for each of them."""
+    rows, heads, _, dim = query.shape
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
+    out = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
+    return out.reshape(rows, 1, heads, dim)
 
 
 def _product_dtype(query: torch.Tensor) -> torch.dtype:

@@ -2,8 +2,8 @@
 
 In: hidden states `[N, hidden]`, the LM head's weight `[vocabulary, hidden]` and one target id a row. Out: logprob and
 entropy `[N]` in float32 of the distribution at a temperature. Rows are taken a chunk at a time and their logits
-recomputed in the backward pass, so memory does not grow with the vocabulary times the tokens. The entropy carries no
-gradient.
+recomputed in the backward pass, but for those of the first rows, so memory does not grow with the vocabulary times the
+tokens. The entropy carries no gradient.
 """
 
 import torch
@@ -12,6 +12,8 @@ from podium.model.fused import fused_on_cuda
 
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits that exist at one time, in float32: 64 MB and 512 MB."""
+KEPT_CHUNKS = {"cpu": 4, "cuda": 0}
+"""Whose logits the backward pass finds where the forward pass left them: all of a small batch, as CPUs get."""
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
@@ -21,6 +23,10 @@ def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None 
     else:
         exact = _exact(hidden.dtype)
         logits = hidden.to(exact) @ weight.to(exact).t()
+    return capped(logits, softcap)
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -40,12 +46,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap):
         cast = weight.to(hidden.dtype)
-        chunks = [
-            _statistics(logits_of(part, cast, softcap), target, temperature)
-            for part, target in _chunks(weight, hidden, targets)
-        ]
+        kept, chunks = [], []
+        for part, target in _chunks(weight, hidden, targets):
+            logits = logits_of(part, cast, softcap)
+            chunks.append(_statistics(logits, target, temperature))
+            if len(kept) < KEPT_CHUNKS[weight.device.type] and any(ctx.needs_input_grad):
+                kept.append(logits)
         logprobs, entropy, normalisers = (torch.cat(values) for values in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.kept = kept  # not among the saved tensors: what those take for a token would be counted for every token
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -58,7 +67,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if ctx.needs_input_grad[1] else None
         start = 0
         for part, target, normaliser, gradient in _chunks(weight, hidden, targets, normalisers, gradients[0]):
-            logits = logits_of(part, cast, ctx.softcap)
+            logits = ctx.kept.pop(0) if ctx.kept else logits_of(part, cast, ctx.softcap)
             of_logits = _logit_gradient(logits, target, normaliser, gradient, ctx.temperature, ctx.softcap)
             of_logits = of_logits.to(cast.dtype)
             hidden_gradient[start : start + len(part)] = of_logits @ cast

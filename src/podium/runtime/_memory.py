@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from podium.engine._cuda.decode_step import Capacity
+from podium.engine._packed import packed_weights
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
-from podium.model.logprobs import MAX_CHUNK_ELEMENTS
+from podium.model.logprobs import KEPT_CHUNKS, MAX_CHUNK_ELEMENTS
 from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
 from podium.sections import SeparateReference
 from podium.settings import Settings
@@ -77,7 +78,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest_prompt, longest_answer),
-        "logits": 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type],
+        "logits": (3 + KEPT_CHUNKS[policy.device.type]) * 4 * MAX_CHUNK_ELEMENTS[policy.device.type],
         "longest_document": longest,
     }
     precision = options.get("precision", "float32")
@@ -122,9 +123,10 @@ def _samples_elsewhere(settings: Settings) -> bool:
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if _samples_elsewhere(settings):
         return 0
+    packed = packed_weights(policy.twin)
     if settings.engine.name == "pool":  # each process may come to hold every weight
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
-        return num_processes(settings.engine.options) * weights
+        return num_processes(settings.engine.options) * (weights + sum(map(num_bytes, packed)))
     if settings.engine.options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
     if settings.engine.name == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
@@ -134,12 +136,17 @@ def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if compute_dtype := _half_on_cuda(settings, policy):
         half = sum(p.numel() for p in policy.twin.parameters()) * compute_dtype.itemsize
         return half if policy.peft is not None or settings.run.sync_every == 1 else trained
+    copied = sum(map(num_bytes, packed))
     if policy.peft is None:
-        return trained if settings.plan.needs_snapshot else 0
+        return copied + (trained if settings.plan.needs_snapshot else 0)
     if policy.model.dtype != torch.float32:
         return 0  # it samples through the adapter's own layers
-    adapted = (p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name)
-    return sum(p.numel() * p.element_size() for p in adapted)
+    adapted = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
+    return copied + sum(num_bytes(p) for p in adapted if not any(p is other for other in packed))
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:
