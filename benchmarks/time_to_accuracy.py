@@ -130,8 +130,9 @@ class Watch:
         """What came before was no training."""
         self._last = time.perf_counter()
 
-    def step(self, reward: float) -> float:
-        seconds = time.perf_counter() - self._last
+    def step(self, reward: float, evaluation_s: float = 0.0) -> float:
+        """`evaluation_s`: of the time since the last step, what was no training."""
+        seconds = time.perf_counter() - self._last - evaluation_s
         self._training_s += seconds
         tell({"seconds": seconds, "reward": reward})
         self.restart()
@@ -140,7 +141,6 @@ class Watch:
     def accuracy(self, step: int, value: float) -> None:
         wall = time.perf_counter() - self._began
         tell({"step": step, "accuracy": value, "training_s": round(self._training_s, 2), "wall_s": round(wall, 2)})
-        self.restart()
 
 
 def run_podium(args: argparse.Namespace, began: float) -> None:
@@ -185,10 +185,12 @@ class Report:
         self._watch = Watch(self._began)
 
     def write(self, report: Any) -> None:
-        self._watch.step(report.metrics["reward/mean"])
+        self._watch.step(report.metrics["reward/mean"], report.metrics.get("time/eval_s", 0.0))
 
     def evaluated(self, report: Any) -> None:
         self._watch.accuracy(report.step, report.metrics["eval/accuracy"])
+        if report.step == 0:
+            self._watch.restart()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Everything has been told."""
@@ -286,6 +288,7 @@ def make_callback(args: argparse.Namespace, watch: Watch, tokenizer: Any) -> Any
 
         def on_train_begin(self, arguments, state, control, model=None, **others) -> None:
             watch.accuracy(0, held_out_accuracy(model))
+            watch.restart()
 
         def on_step_end(self, arguments, state, control, model=None, **others) -> None:
             if args.device == "cuda":
@@ -293,6 +296,7 @@ def make_callback(args: argparse.Namespace, watch: Watch, tokenizer: Any) -> Any
             is_over = watch.step(self.reward_mean) > args.limit
             if is_over or state.global_step % EVAL_EVERY[args.contender] == 0:
                 watch.accuracy(state.global_step, held_out_accuracy(model))
+                watch.restart()
             control.should_training_stop = is_over
 
     return Told()

@@ -258,6 +258,23 @@ def test_with_max_lag_1_the_next_step_is_written_while_one_trains() -> None:
     assert state == RunState(step=3, policy_version=3, next_ordinal=6, num_rollouts=12, num_tokens=12)
 
 
+def test_nothing_is_sent_while_an_evaluation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot write for two at the same time at full speed serves the evaluation alone."""
+
+    async def evaluate(self: _Evaluation, state: RunState, since: int) -> None:
+        before = len(events(self._world, "sample"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(events(self._world, "sample")) == before
+        self._world.log.append(("eval?", since, state.step))
+
+    monkeypatch.setattr(_Evaluation, "run_if_due", evaluate)
+    world = World(a_plan(steps=5), jitter=1, train_turns=3)
+    run(world)
+    assert len(events(world, "eval?")) == 6
+    assert len(events(world, "sample")) > 2
+
+
 def test_a_step_waits_in_the_commit_for_what_was_sent_before_it_and_came_later() -> None:
     world = World(a_plan(steps=6), slow=(1,), slow_turns=60, jitter=1, train_turns=5)
     run(world)

@@ -68,7 +68,7 @@ def choose_engine(settings: Settings) -> tuple[Settings, str]:
 
 
 def pick(candidates: list[Candidate]) -> Candidate:
-    """The fastest that works; `inprocess`, which needs no second copy of the weights, unless another is clearly so."""
+    """The fastest that works; `inprocess`, which takes the least memory, unless another is clearly so."""
     working = [each for each in candidates if not each.failure]
     if not working:
         raise InputError("engine.name = 'auto': none can be taken; " + "; ".join(map(str, candidates)))

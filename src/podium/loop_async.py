@@ -54,7 +54,7 @@ async def train(stages: Stages, plan: Plan) -> RunState:
                 clock.end("rollout")
             await stages.sync.push(state.policy_version)  #                 8    nothing if nothing was trained
             clock.end("sync")
-            await stages.evaluation.run_if_due(state, since=state.step - 1)  # before others are written beside it
+            await stages.evaluation.run_if_due(state, since=state.step - 1)  # before others are sent
             clock.end("eval")
             flights.send(state)
             await stages.checkpoint.commit_if_due(state)  #                 9

@@ -103,8 +103,8 @@ def test_the_copies_are_in_the_memory_plan(folder: Path, tmp_path: Path) -> None
     large = 4 * (2 * (2 * 384 * 384 + 3 * 384 * 512) + 512 * 384)  # two layers: q, o, gate, up, down; and the head
     small = 4 * 2 * 2 * 384 * 128  # k, v: where an adapter is merged, they are copied too
 
-    def engine_copy(lora: Any, run: dict[str, Any]) -> tuple[int, int]:
-        settings = settings_of(tmp_path, model={"name": str(folder), "lora": lora}, run=run)
+    def engine_copy(lora: Any, run: dict[str, Any], **engine: Any) -> tuple[int, int]:
+        settings = settings_of(tmp_path, model={"name": str(folder), "lora": lora}, run=run, engine=engine)
         plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
         return plan.engine_copy, plan.weights
 
@@ -112,6 +112,40 @@ def test_the_copies_are_in_the_memory_plan(folder: Path, tmp_path: Path) -> None
     assert engine_copy({"r": 4}, {})[0] == large + small
     copied, weights = engine_copy(False, {"sync_every": 2})
     assert copied == large + weights
+    of_pools = {
+        of: engine_copy(False, {}, name="pool", of=of, urls=[], replicas=[1, 3])[0] for of in (None, "vllm_local")
+    }
+    assert of_pools == {None: 3 * (weights + large), "vllm_local": 3 * weights}
+
+
+def test_scores_and_rollouts_go_through_the_packed_head(folder: Path) -> None:
+    """So the probe after a sync sees a head that was not packed anew."""
+    policy = a_policy(folder)
+    engine = Inprocess(policy)
+    head: Any = policy.twin.get_output_embeddings()
+    head.pack(head.weight * 1.5)
+    found, trained = asyncio.run(engine.score(PROBE)), sequence_logprobs(policy.model, PROBE)
+    assert max(abs(a - b) for a, b in zip(found, trained, strict=True)) > 1e-3
+    asyncio.run(engine.load_weights(policy.named_weights(), 0))
+    assert_written_as_trained(engine, policy)
+
+
+def test_two_engines_over_one_twin_both_sample_from_what_either_loads(folder: Path) -> None:
+    policy = a_policy(folder)
+    first, second = Inprocess(policy), Inprocess(policy)
+    with torch.no_grad():
+        for parameter in policy.trained_parameters().values():
+            parameter += 0.02 * torch.randn_like(parameter)
+    asyncio.run(first.load_weights(policy.named_weights(), 1))
+    assert_written_as_trained(first, policy)
+    assert_written_as_trained(second, policy)
+
+
+def test_trying_it_out_draws_no_random_numbers(folder: Path) -> None:
+    policy = a_policy(folder)
+    before = torch.get_rng_state()
+    assert pack_layers(policy.twin)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def broken(*args: Any) -> Any:
@@ -119,7 +153,7 @@ def broken(*args: Any) -> Any:
 
 
 def wrong(x: torch.Tensor, *args: Any) -> torch.Tensor:
-    return torch.zeros(len(x), 16)
+    return torch.zeros_like(x)
 
 
 @pytest.mark.parametrize("operator", [broken, wrong])

@@ -165,7 +165,7 @@ def test_it_says_why_it_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*args: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("podium.engine._cuda.decode_step.compile_each", broken)
+    monkeypatch.setattr("podium.engine._cuda.decode_step.compile_layers", broken)
     policy = policy_of(a_model("llama"))
     engine = Inprocess(policy)
     with pytest.warns(UserWarning, match="without CUDA graphs.*no such kernel"):

@@ -91,3 +91,16 @@ def test_gradients_do_not_depend_on_packing(shape: str) -> None:
         logprobs_of(model, [document]).sum().backward()
     for name, parameter in model.named_parameters():
         assert torch.allclose(packed[name], parameter.grad, atol=1e-4), name
+
+
+@pytest.mark.parametrize("value_dim", [8, 12])
+def test_a_decode_step_reads_each_key_once_for_the_queries_that_share_it(value_dim: int) -> None:
+    """Also where values are not as wide as keys."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 1, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, value_dim)
+    mask = (torch.arange(5) <= torch.tensor([[4], [2], [0]]))[:, None, None, :]
+    found, weights = attention.packed_attention(None, query, key, value, mask, scaling=0.3)
+    scores = (query @ key.repeat_interleave(3, 1).transpose(2, 3) * 0.3).masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ value.repeat_interleave(3, 1)
+    assert weights is None
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)

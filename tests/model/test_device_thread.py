@@ -1,10 +1,14 @@
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from podium.model.device_thread import SHARED, DeviceThread
+from podium.model.fused import SAVED_SHARE
 
 
 def test_the_next_item_is_made_while_this_one_is_used() -> None:
@@ -72,8 +76,40 @@ def test_who_holds_a_thread_keeps_its_calls_waiting() -> None:
 
 
 def test_a_closed_thread_ends_once_its_call_has() -> None:
-    thread = DeviceThread("ending")
-    asyncio.run(thread.run(lambda: None))
+    thread, going_on = DeviceThread("ending"), threading.Event()
+
+    async def close_under_way() -> None:
+        call = asyncio.ensure_future(thread.run(going_on.wait, 10))
+        await asyncio.sleep(0.1)
+        thread.close()
+        assert is_alive("ending")
+        going_on.set()
+        assert await call
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await thread.run(lambda: None)
+
+    asyncio.run(close_under_way())
+    deadline = time.monotonic() + 10
+    while is_alive("ending"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(name: str) -> bool:
+    return any(each.name.startswith(name) for each in threading.enumerate())
+
+
+def test_on_cuda_every_thread_has_the_compilers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps them by thread from 2.13 on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def found() -> tuple[Any, ...]:
+        import torch._dynamo
+        import torch._functorch.config
+
+        dynamo = torch._dynamo.config
+        return dynamo.specialize_float, dynamo.recompile_limit, torch._functorch.config.activation_memory_budget
+
+    thread = DeviceThread("compiling")
+    assert asyncio.run(thread.run(found)) == (True, 64, SAVED_SHARE)
     thread.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        asyncio.run(thread.run(lambda: None))

@@ -5,10 +5,10 @@ a group goes through the model once and its keys and values are shared by the gr
 the batch and waiting ones take their place. Under LoRA the sampled weights are a scratch copy, rebuilt as base +
 scale·B·A at each load: sampling through adapter layers is slower, and merging in place would drift.
 
-On CUDA the decode step is replayed as a CUDA graph (`_continuous.py`), in the precision in which the trainer computes:
-under bfloat16 the linear layers are copies in bfloat16, and an adapter stays beside them. With a snapshot of the
-weights it writes while the trainer trains, on a stream of its own. The plain path below is for CPUs, and for models
-that the other cannot run.
+On CUDA the decode step is replayed as a CUDA graph (`_cuda/continuous.py`), in the precision in which the trainer
+computes: under bfloat16 the linear layers are copies in bfloat16, and an adapter stays beside them. With a snapshot of
+the weights it can write while the trainer trains, on a stream of its own. The plain path below is for CPUs, where
+large layers are packed (`_packed.py`), and for models that the other cannot run.
 """
 
 import asyncio
@@ -48,6 +48,8 @@ PROBE, PROBE_SAMPLING = Request(0, tuple(range(1, 6)), (1, 2)), Sampling(max_new
 """What is decoded to compare with a plain forward pass."""
 LEAVE_SHARE = 0.25
 """Finished slots leave once they are this share of the batch: leaving copies the cache."""
+SCORED_AT_ONCE = 256
+"""Tokens of a text, so that not all logits of a long one exist at the same time."""
 STEPS_A_TURN = 8
 """Tokens of a batch after which another call may have the device."""
 
@@ -55,7 +57,8 @@ STEPS_A_TURN = 8
 class Inprocess:
     """`snapshot`: sample from a copy of the trained weights, for schedules that train between two syncs.
 
-    `compute_dtype` is that of the trainer's matrix products where it is not the weights'; it counts on CUDA only.
+    `compute_dtype` is that of the trainer's matrix products where it is not the weights', `overlaps` asks for a thread
+    and a stream beside the trainer's, for an engine with a snapshot; both count on CUDA only.
     """
 
     channels = ("shared", "adapter", "disk")
@@ -65,6 +68,7 @@ class Inprocess:
         policy: Policy,
         snapshot: bool = False,
         compute_dtype: torch.dtype | None = None,
+        overlaps: bool = False,
         *,
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 512,
     ) -> None:
@@ -103,7 +107,7 @@ class Inprocess:
                 if not isinstance(module, PackedLinear):
                     module.weight = _frozen(self._base[layer].clone())
         self._check_decoding()
-        is_apart = snapshot and self._device.type == "cuda"
+        is_apart = overlaps and snapshot and self._device.type == "cuda"
         self._thread = beside_the_trainer(self._device) if is_apart else SHARED
         self._continuous: Continuous | None = None
         self._is_compared = False
@@ -192,8 +196,17 @@ class Inprocess:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._thread.run(self._score, list(token_ids))
 
+    @torch.no_grad()
     def _score(self, token_ids: list[int]) -> list[float]:
-        return sequence_logprobs(self._model, token_ids, compute_dtype=self._compute_dtype)
+        """Through the head that samples: where it is packed, that one."""
+        if not isinstance(self._model.get_output_embeddings(), PackedLinear):
+            return sequence_logprobs(self._model, token_ids, compute_dtype=self._compute_dtype)
+        ids = torch.tensor(token_ids)
+        states = self._hidden(ids[None], torch.arange(len(ids))[None], None, DynamicCache())[0, :-1]
+        found: list[float] = []
+        for some, targets in zip(states.split(SCORED_AT_ONCE), ids[1:].split(SCORED_AT_ONCE), strict=True):
+            found += self._logits(some).log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist()
+        return found
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await self._thread.run(self._load_weights, weights)

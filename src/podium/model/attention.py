@@ -44,7 +44,7 @@ def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> t
     rows, heads, _, dim = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
     out = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
-    return out.reshape(rows, 1, heads, dim)
+    return out.reshape(rows, 1, heads, -1)
 
 
 def _product_dtype(query: torch.Tensor) -> torch.dtype:

@@ -27,8 +27,16 @@ class DeviceThread:
         self.stream = stream
         self.busy = threading.RLock()
         """Held while a call runs."""
-        setup = (torch.cuda.set_stream, (stream,)) if stream is not None else (None, ())
-        self._pool = ThreadPoolExecutor(1, name, *setup)
+        self._pool = ThreadPoolExecutor(1, name, self._begin)
+
+    def _begin(self) -> None:
+        """In the thread itself: torch keeps its stream and, from 2.13 on, its compiler's settings by thread."""
+        if torch.cuda.is_available():
+            from podium.model.fused import set_compiler  # imports the compiler
+
+            set_compiler()
+        if self.stream is not None:
+            torch.cuda.set_stream(self.stream)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Awaits `function(*args, **kwargs)`."""
@@ -50,7 +58,7 @@ class DeviceThread:
             await asyncio.wait([upcoming])  # the iterator may be closed only when it stands still
 
     def close(self) -> None:
-        """What runs is run to its end; nothing comes after it."""
+        """What was asked for is run to its end; nothing can be asked any more."""
         self._pool.shutdown(wait=False)
 
 

@@ -28,7 +28,7 @@ def fused_on_cuda(function: F) -> F:
 
     @functools.cache
     def compiled() -> Callable:
-        keep_floats_constant()
+        set_compiler()
         return torch.compile(function, dynamic=True) if has_triton() else function
 
     @functools.wraps(function)
@@ -38,10 +38,19 @@ def fused_on_cuda(function: F) -> F:
     return cast(F, call)
 
 
-def keep_floats_constant() -> None:
-    """In compiled code, for the whole process: a norm's ε that could change would be a tensor on the host, and code for
-    the host too, before which torch tries out for 40 s what the host's processor can do."""
+def set_compiler() -> None:
+    """torch's settings, for the thread that compiles, and before torch 2.13 for the whole process.
+
+    - Floats are constants: a norm's ε that could change would be a tensor on the host, and code for the host too,
+      before which torch tries out for 40 s what the host's processor can do.
+    - Trainer and engine compile the same classes, so more forms of one are allowed.
+    - The share of saved activations; and one fusion is off, which is for large batches alone: a batch that is small
+      beside the first one would be compiled for anew.
+    """
     torch._dynamo.config.specialize_float = True
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._functorch.config.activation_memory_budget = SAVED_SHARE
+    torch._inductor.config.triton.mix_order_reduction = False
 
 
 def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
@@ -56,20 +65,8 @@ def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only.
-
-    Sets torch's share of saved activations for the whole process, and turns one of its fusions off, which is for large
-    batches alone: a batch that is small beside the first one would be compiled for anew.
-    """
-    torch._functorch.config.activation_memory_budget = SAVED_SHARE
-    torch._inductor.config.triton.mix_order_reduction = False
-    compile_each(model)
-
-
-def compile_each(model: PreTrainedModel) -> None:
-    """Layers with the same code; trainer and engine compile the same classes, so more forms of one are allowed."""
-    keep_floats_constant()
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only."""
+    set_compiler()
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # float32 is asked for on purpose
     for layers in model.get_decoder().children():
         if isinstance(layers, torch.nn.ModuleList):

@@ -1,7 +1,8 @@
 """From `[model]` to a policy: the model that trains, its sampling twin, the tokenizer.
 
 The twin has the same layers over the very same tensors, so an engine samples from the trainer's own weights without
-a second copy; the two differ only in what is laid over them (the twin has no LoRA layers and no dropout).
+a second copy, but for what it packs on a CPU; the two differ only in what is laid over them (the twin has no LoRA
+layers and no dropout).
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Logprobs and entropy of chosen tokens without a `[tokens, vocabulary]` tensor, forward or backward.
+"""Logprobs and entropy of chosen tokens, never with all logits of a large batch at the same time.
 
 In: hidden states `[N, hidden]`, the LM head's weight `[vocabulary, hidden]` and one target id a row. Out: logprob and
 entropy `[N]` in float32 of the distribution at a temperature. Rows are taken a chunk at a time and their logits
@@ -11,13 +11,14 @@ import torch
 from podium.model.fused import fused_on_cuda
 
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits that exist at one time, in float32: 64 MB and 512 MB."""
+"""Logits that are computed at one time, in float32: 64 MB and 512 MB."""
 KEPT_CHUNKS = {"cpu": 4, "cuda": 0}
 """Whose logits the backward pass finds where the forward pass left them: all of a small batch, as CPUs get."""
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
-    """Logits in float32 (float64 for a float64 model); engine and trainer both use this, so that they round alike."""
+    """Logits in float32 (float64 for a float64 model); trainer and engines use this, so that they round alike, but for
+    an engine's packed head on a CPU."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bfloat16 costs 2 digits
     else:
@@ -39,18 +40,19 @@ def token_logprobs(
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob, entropy) of each row's target. The products are in `hidden`'s precision, their sums in float32."""
-    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, softcap)  # type: ignore[return-value]
+    keeps = torch.is_grad_enabled()  # inside it is off
+    return _ChunkedLogprobs.apply(hidden, weight, targets, temperature, softcap, keeps)  # type: ignore[return-value]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, softcap):
+    def forward(ctx, hidden, weight, targets, temperature, softcap, keeps):
         cast = weight.to(hidden.dtype)
         kept, chunks = [], []
         for part, target in _chunks(weight, hidden, targets):
             logits = logits_of(part, cast, softcap)
             chunks.append(_statistics(logits, target, temperature))
-            if len(kept) < KEPT_CHUNKS[weight.device.type] and any(ctx.needs_input_grad):
+            if keeps and len(kept) < KEPT_CHUNKS[weight.device.type]:
                 kept.append(logits)
         logprobs, entropy, normalisers = (torch.cat(values) for values in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, targets, normalisers)
@@ -74,7 +76,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if weight_gradient is not None:
                 _add_product(weight_gradient, of_logits.t(), part)
             start += len(part)
-        return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype), None, None, None
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @fused_on_cuda

@@ -27,13 +27,17 @@ def make_engine(
 ) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` is told what happens to it.
 
-    An engine with an argument called `compute_dtype` is handed that of the trainer's matrix products.
+    An engine with an argument called `compute_dtype` is handed that of the trainer's matrix products, one with
+    `overlaps` whether it may write while the trainer steps.
     """
     make = find("engine", settings.engine.name)
     wiring: tuple[Any, ...] = (policy, snapshot)
-    if "compute_dtype" in inspect.signature(make).parameters:
+    takes = inspect.signature(make).parameters
+    if "compute_dtype" in takes:
         precision = settings.trainer.options.get("precision", "float32")
         wiring += (None if precision == "float32" else getattr(torch, precision),)
+    if "overlaps" in takes:
+        wiring += (settings.run.max_lag > 0,)
     engine = make(*wiring, **settings.engine.options)
     if hasattr(engine, "in_flight"):
         engine.in_flight = settings.run.in_flight

@@ -123,15 +123,17 @@ def _samples_elsewhere(settings: Settings) -> bool:
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if _samples_elsewhere(settings):
         return 0
-    packed = packed_weights(policy.twin)
+    options = settings.engine.options
+    is_inprocess = settings.engine.name == "inprocess" or options.get("of", "") in (None, "inprocess")
+    packed = packed_weights(policy.twin) if is_inprocess else []
     if settings.engine.name == "pool":  # each process may come to hold every weight
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
-        return num_processes(settings.engine.options) * (weights + sum(map(num_bytes, packed)))
-    if settings.engine.options.get("sleep"):
+        return num_processes(options) * (weights + sum(map(num_bytes, packed)))
+    if options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
     if settings.engine.name == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
         weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
-        share = settings.engine.options.get("memory_share") or MEMORY_SHARE
+        share = options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if compute_dtype := _half_on_cuda(settings, policy):
         half = sum(p.numel() for p in policy.twin.parameters()) * compute_dtype.itemsize

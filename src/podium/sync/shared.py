@@ -1,7 +1,7 @@
 """Sync for an engine in the trainer's process.
 
-Full weights are the same memory, so nothing moves; an adapter is laid over the base in the engine's scratch copy; a
-snapshot engine copies. Each push is followed by the parity probe.
+Full weights are the same memory, of which an engine on a CPU packs the large layers; an adapter is laid over the base
+in the engine's scratch copy; a snapshot engine copies. Each push is followed by the parity probe.
 """
 
 from podium.sync._delivery import Delivery

@@ -20,7 +20,7 @@ from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, softcap
-from podium.model.fused import compile_each, fused_on_cuda
+from podium.model.fused import compile_layers, fused_on_cuda
 from podium.model.load import twin_of
 from podium.model.logprobs import logits_of
 from podium.records import Sampling
@@ -134,7 +134,7 @@ class DecodeStep:
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         if self._device.type == "cuda":
-            compile_each(self._model)
+            compile_layers(self._model)
 
     def _add_caches(self) -> None:
         """Keys and values of slots and prompts, on the modules that use them."""
