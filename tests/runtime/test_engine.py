@@ -1,11 +1,14 @@
 """What the runtime puts around an engine."""
 
 import asyncio
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 
-from podium.runtime._engine import TrainsAlone
+from podium.runtime._engine import TrainsAlone, make_engine
+from tests.runtime.test_memory import settings_of
 
 
 class Noted:
@@ -44,3 +47,19 @@ def test_the_engine_wakes_after_a_step_that_failed() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         asyncio.run(TrainsAlone(noted, noted).step([]))
     assert noted.called == ["sleep", "step", "wake"]
+
+
+@pytest.mark.parametrize(("run", "overlaps"), [({}, False), ({"sync_every": 2}, False), ({"max_lag": 1}, True)])
+def test_an_engine_is_handed_the_trainers_precision_and_whether_both_work_at_the_same_time(
+    run: dict[str, Any], overlaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Any] = []
+
+    class Handed:
+        def __init__(self, policy: Any, snapshot: bool, compute_dtype: Any, overlaps: bool) -> None:
+            handed.extend([snapshot, compute_dtype, overlaps])
+
+    monkeypatch.setattr("podium.runtime._engine.find", lambda kind, name: Handed)
+    settings = settings_of(tmp_path, run=run, trainer={"precision": "bfloat16"})
+    make_engine(settings, policy=cast(Any, None), snapshot=settings.plan.needs_snapshot)
+    assert handed == [bool(run), torch.bfloat16, overlaps]

@@ -123,31 +123,30 @@ def _samples_elsewhere(settings: Settings) -> bool:
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if _samples_elsewhere(settings):
         return 0
-    options = settings.engine.options
-    is_inprocess = settings.engine.name == "inprocess" or options.get("of", "") in (None, "inprocess")
-    packed = packed_weights(policy.twin) if is_inprocess else []
-    if settings.engine.name == "pool":  # each process may come to hold every weight
-        weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
-        return num_processes(options) * (weights + sum(map(num_bytes, packed)))
+    engine, options = settings.engine.name, settings.engine.options
+    weights = sum(map(_num_bytes, policy.twin.parameters()))
+    member = (options["of"] or "inprocess") if engine == "pool" else engine
+    packed = packed_weights(policy.twin) if member == "inprocess" else []
+    copied = sum(map(_num_bytes, packed))
+    if engine == "pool":  # each process may come to hold every weight
+        return num_processes(options) * (weights + copied)
     if options.get("sleep"):
         return 0  # it gives its memory back while batches are trained
-    if settings.engine.name == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
-        weights = sum(p.numel() for p in policy.twin.parameters()) * policy.model.dtype.itemsize
+    if engine == "vllm_local":  # weights of its own; on a GPU its share holds the cache too
         share = options.get("memory_share") or MEMORY_SHARE
         return weights if policy.device.type == "cpu" else int(share * device_bytes(policy.device))
     if compute_dtype := _half_on_cuda(settings, policy):
         half = sum(p.numel() for p in policy.twin.parameters()) * compute_dtype.itemsize
         return half if policy.peft is not None or settings.run.sync_every == 1 else trained
-    copied = sum(map(num_bytes, packed))
     if policy.peft is None:
         return copied + (trained if settings.plan.needs_snapshot else 0)
     if policy.model.dtype != torch.float32:
         return 0  # it samples through the adapter's own layers
     adapted = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
-    return copied + sum(num_bytes(p) for p in adapted if not any(p is other for other in packed))
+    return copied + sum(_num_bytes(p) for p in adapted if not any(p is other for other in packed))
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
+def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
