@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from podium.model.fused import set_compiler
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,10 +33,7 @@ class DeviceThread:
 
     def _begin(self) -> None:
         """In the thread itself: torch keeps its stream and, from 2.13 on, its compiler's settings by thread."""
-        if torch.cuda.is_available():
-            from podium.model.fused import set_compiler  # imports the compiler
-
-            set_compiler()
+        set_compiler()
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
 
