@@ -95,7 +95,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def podium_seconds(model: Any, groups: list[Group], options: argparse.Namespace) -> list[float]:
     """The first step, which compiles, and the others."""
-    policy: Any = SimpleNamespace(model=model, peft=None, device=next(model.parameters()).device)
+    device, trained = next(model.parameters()).device, dict(model.named_parameters())
+    policy: Any = SimpleNamespace(model=model, peft=None, device=device, trained_parameters=lambda: trained)
     trainer = Single(
         policy,
         Objective(grpo, correction=Correction(sequence_band=None)),

@@ -2,10 +2,14 @@ import pytest
 import torch
 
 from podium.engine import _sampling
-from podium.engine._sampling import draw, draw_by_block, draw_likeliest, uniform
+from podium.engine._sampling import block_masses, draw, draw_likeliest, uniform
 from podium.records import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
+
+
+def draw_by_block(logits, seeds, indices, temperature):
+    return _sampling.draw_by_block(logits, block_masses(logits, temperature), seeds, indices, temperature)
 
 
 def many(sampling: Sampling, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +87,7 @@ def chi_square(ids: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_draws_by_block_pass_a_chi_square_test(vocabulary: int, temperature: float, monkeypatch) -> None:
     """One block, several, and a vocabulary that no width divides; 40,000 draws."""
-    monkeypatch.setattr(_sampling, "BLOCK_WIDTHS", (8,))
+    monkeypatch.setattr(_sampling, "BLOCK_WIDTH", 8)
     logits = torch.linspace(-1.5, 1.5, vocabulary)[
         torch.randperm(vocabulary, generator=torch.Generator().manual_seed(3))
     ]
@@ -110,7 +114,7 @@ def test_draws_by_block_are_those_of_plain_drawing() -> None:
 
 
 def test_ids_without_probability_are_never_drawn_by_block(monkeypatch) -> None:
-    monkeypatch.setattr(_sampling, "BLOCK_WIDTHS", (4,))
+    monkeypatch.setattr(_sampling, "BLOCK_WIDTH", 4)
     logits = torch.full((5000, 12), -torch.inf)
     logits[:, [1, 6]] = 0.0
     ids, logprobs = draw_by_block(logits, torch.arange(5000), torch.zeros(5000, dtype=torch.long), torch.tensor(1.0))

@@ -8,6 +8,8 @@ from podium.engine._cuda.decode_attention import decode_attention
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 ROWS, SLOTS, COLUMNS, PROMPTS, PROMPT_COLUMNS = 5, 7, 192, 3, 64
+CACHES = (3, 4)
+"""Of the tensors that go in: the slots' keys and values."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
@@ -19,11 +21,15 @@ def test_the_kernel_gives_what_the_plain_form_gives(
 ) -> None:
     torch.manual_seed(0)
     slots, prompts = (SLOTS, COLUMNS, key_heads, dim), (PROMPTS, PROMPT_COLUMNS, key_heads, dim)
-    tensors = [
-        torch.randn(shape).to(dtype) for shape in ((ROWS, key_heads * group, dim), slots, slots, prompts, prompts)
-    ]
+    own = (ROWS, key_heads, dim)
+    shapes = ((ROWS, key_heads * group, dim), own, own, slots, slots, prompts, prompts)
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     where = [torch.tensor(row) for row in ([6, 0, 2, 3, 5], [0, 31, 32, 100, 191], [0, 0, 1, 2, 2], [1, 1, 33, 64, 64])]
-    expected = decode_attention(*(each.float() for each in tensors), *where, dim**-0.5, window)
-    found = decode_attention(*(each.cuda() for each in (*tensors, *where)), dim**-0.5, window)
+    plain, fast = [each.clone().float() for each in tensors], [each.cuda() for each in tensors]
+    expected = decode_attention(*plain, *where, dim**-0.5, window)
+    found = decode_attention(*fast, *(each.cuda() for each in where), dim**-0.5, window)
     assert found.dtype == dtype
     assert float((found.cpu().float() - expected).abs().max()) < TOLERANCE[dtype]
+    for number in CACHES:  # both lay the new keys and values into the slots, and change nothing else
+        assert torch.equal(fast[number].cpu().float(), plain[number])
+        assert int((fast[number].cpu() != tensors[number]).any(-1).any(-1).sum()) == ROWS

@@ -34,9 +34,9 @@ def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_e
         assert torch.allclose(a.grad, b.grad, atol=1e-5)
 
 
-def test_no_more_logits_exist_than_a_chunk_holds_but_for_the_first_chunks(monkeypatch) -> None:
+def test_no_more_logits_exist_than_a_chunk_holds_and_those_of_the_first_chunks_are_made_once(monkeypatch) -> None:
     monkeypatch.setitem(module.MAX_CHUNK_ELEMENTS, "cpu", 50)
-    monkeypatch.setitem(module.KEPT_CHUNKS, "cpu", 3)
+    monkeypatch.setattr(module, "KEPT_BYTES_ON_CPU", 17 * 10 * 4)  # three chunks of five rows, not 17 rows
     sizes = []
     real = module.logits_of
     monkeypatch.setattr(module, "logits_of", lambda *args: sizes.append(real(*args).numel()) or real(*args))

@@ -12,8 +12,8 @@ from podium.records import Sampling
 _UNIFORM_BITS = 40
 """Resolution of the uniform number; few enough that u · total stays below total in float64."""
 
-BLOCK_WIDTHS = (512, 256, 128)
-"""Ids of a block: few enough to be summed by one program, many enough that blocks are few."""
+BLOCK_WIDTH = 512
+"""Ids of a block, the last of which has fewer: few enough to be summed at once, many enough that blocks are few."""
 
 
 def draw(
@@ -31,42 +31,44 @@ def draw(
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
 
 
-def draw_by_block(
-    logits: torch.Tensor, seeds: torch.Tensor, indices: torch.Tensor, temperature: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw` from the whole distribution with the logits read once: first a block of ids by its mass, then an id in it.
+def block_masses(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """`[rows, blocks]`: logsumexp over each block of ids. `temperature` is a float32 scalar."""
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % BLOCK_WIDTH), value=-torch.inf)
+    return (padded.view(len(logits), -1, BLOCK_WIDTH) / temperature).logsumexp(-1)
 
-    The same random number decides both, so it is the same id but for rounding. `temperature` is a float32 scalar.
+
+def draw_by_block(
+    logits: torch.Tensor, masses: torch.Tensor, seeds: torch.Tensor, indices: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw` from the whole distribution without reading all of it again: first a block of ids by its mass, then an id
+    in it.
+
+    The same random number decides both, so it is the same id but for rounding.
     """
     rows = torch.arange(len(logits), device=logits.device)
-    blocks = _in_blocks(logits) / temperature
-    masses = blocks.logsumexp(-1)
     normaliser = masses.logsumexp(-1)
     cumulative = (masses - normaliser[:, None]).double().exp().cumsum(-1)
     target = uniform(seeds, indices) * cumulative[:, -1]
     block = (cumulative <= target[:, None]).sum(-1)
     before = torch.where(block > 0, cumulative[rows, (block - 1).clamp(min=0)], 0.0)
-    chosen = blocks[rows, block]
+    chosen = _block(logits, block) / temperature
     inside = (chosen - normaliser[:, None]).double().exp().cumsum(-1)
     # As a share of the block, since its mass was summed in float32 and `inside` was not.
     share = ((target - before) / (cumulative[rows, block] - before)).clamp(max=1 - 2**-50)
     place = (inside <= (share * inside[:, -1])[:, None]).sum(-1)
-    return block * chosen.shape[1] + place, chosen[rows, place] - normaliser
+    return block * BLOCK_WIDTH + place, chosen[rows, place] - normaliser
+
+
+def _block(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """`[rows, BLOCK_WIDTH]`: the logits of one block a row, −inf beyond the vocabulary."""
+    columns = block[:, None] * BLOCK_WIDTH + torch.arange(BLOCK_WIDTH, device=logits.device)
+    last = logits.shape[1] - 1
+    return logits.gather(1, columns.clamp(max=last)).masked_fill(columns > last, -torch.inf)
 
 
 def draw_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`draw` at temperature 0 without a second tensor of the logits' size."""
     return logits.argmax(-1), logits.amax(-1) - logits.logsumexp(-1)
-
-
-def _in_blocks(logits: torch.Tensor) -> torch.Tensor:
-    """`[rows, blocks, width]`; a vocabulary that no width divides is padded with −inf, which costs a copy."""
-    vocabulary = logits.shape[1]
-    width = next((width for width in BLOCK_WIDTHS if vocabulary % width == 0), None)
-    if width is None:
-        width = BLOCK_WIDTHS[0]
-        logits = torch.nn.functional.pad(logits, (0, -vocabulary % width), value=-torch.inf)
-    return logits.view(len(logits), -1, width)
 
 
 def uniform(seeds: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,27 @@
 """Logprobs and entropy of chosen tokens, never with all logits of a large batch at the same time.
 
 In: hidden states `[N, hidden]`, the LM head's weight `[vocabulary, hidden]` and one target id a row. Out: logprob and
-entropy `[N]` in float32 of the distribution at a temperature. Rows are taken a chunk at a time and their logits
-recomputed in the backward pass, but for those of the first rows, so memory does not grow with the vocabulary times the
-tokens. The entropy carries no gradient.
+entropy `[N]` in float32 of the distribution at a temperature. Logits are computed a chunk of rows at a time. What the
+backward pass wants of them, d logprob / d logits, depends on nothing that comes later, so the forward pass keeps it, in
+the precision of the products, for as many rows as a limit allows; for the others logits are computed again. So memory
+does not grow with the vocabulary times the tokens. The entropy carries no gradient.
 """
 
 import torch
-
-from podium.model.fused import fused_on_cuda
+from torch.utils._triton import has_triton
 
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits that are computed at one time, in float32: 64 MB and 512 MB."""
-KEPT_CHUNKS = {"cpu": 4, "cuda": 0}
-"""Whose logits the backward pass finds where the forward pass left them: all of a small batch, as CPUs get."""
+KEPT_BYTES_ON_CPU = 1 << 28
+KEPT_SHARE_OF_GPU = 1 / 8
+"""Of its memory, for what the forward pass keeps."""
+
+
+def kept_bytes(device: torch.device) -> int:
+    """The most that the forward pass keeps of logits."""
+    if device.type == "cuda":
+        return int(KEPT_SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory)
+    return KEPT_BYTES_ON_CPU
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
@@ -48,14 +56,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, softcap, keeps):
         cast = weight.to(hidden.dtype)
-        kept, chunks = [], []
-        for part, target in _chunks(weight, hidden, targets):
-            logits = logits_of(part, cast, softcap)
-            chunks.append(_statistics(logits, target, temperature))
-            if keeps and len(kept) < KEPT_CHUNKS[weight.device.type]:
-                kept.append(logits)
-        logprobs, entropy, normalisers = (torch.cat(values) for values in zip(*chunks, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        rows_at_a_time = _rows_at_a_time(weight)
+        kept = hidden.new_empty(_num_kept(hidden, weight, rows_at_a_time) if keeps else 0, len(weight))
+        made = []
+        for start in range(0, max(1, len(hidden)), rows_at_a_time):  # once for no rows at all
+            rows = slice(start, start + rows_at_a_time)
+            logits = logits_of(hidden[rows], cast, softcap)
+            made.append(
+                _softmax(logits, targets[rows], temperature, softcap, kept[rows] if start < len(kept) else None)
+            )
+        logprobs, entropy = (torch.cat(values) for values in zip(*made, strict=True))
+        ctx.save_for_backward(hidden, weight, targets)
         ctx.kept = kept  # not among the saved tensors: what those take for a token would be counted for every token
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.mark_non_differentiable(entropy)
@@ -63,19 +74,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if ctx.needs_input_grad[1] else None
-        start = 0
-        for part, target, normaliser, gradient in _chunks(weight, hidden, targets, normalisers, gradients[0]):
-            logits = ctx.kept.pop(0) if ctx.kept else logits_of(part, cast, ctx.softcap)
-            of_logits = _logit_gradient(logits, target, normaliser, gradient, ctx.temperature, ctx.softcap)
-            of_logits = of_logits.to(cast.dtype)
-            hidden_gradient[start : start + len(part)] = of_logits @ cast
+        pull = gradients[0][:, None]
+        for rows, of_logits in _logit_gradients(ctx, hidden, cast, targets):
+            hidden_gradient[rows] = (of_logits @ cast) * pull[rows]
             if weight_gradient is not None:
-                _add_product(weight_gradient, of_logits.t(), part)
-            start += len(part)
+                _add_product(weight_gradient, of_logits.t(), (hidden[rows] * pull[rows]).to(hidden.dtype))
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -86,32 +93,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-@fused_on_cuda
-def _statistics(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logprob, entropy, logsumexp) of each row."""
-    logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    probabilities = (logits - normaliser[:, None]).exp()
-    entropy = normaliser - (probabilities * logits).sum(-1)
-    return logits.gather(-1, targets[:, None])[:, 0] - normaliser, entropy, normaliser
+def _logit_gradients(ctx, hidden: torch.Tensor, cast: torch.Tensor, targets: torch.Tensor):
+    """(rows, d logprob / d logits of these): first what was kept, which is given up, then chunk by chunk."""
+    kept, ctx.kept = ctx.kept, cast[:0]
+    if len(kept):
+        yield slice(0, len(kept)), kept
+    rows_at_a_time, num_kept = _rows_at_a_time(cast), len(kept)
+    del kept
+    for start in range(num_kept, len(hidden), rows_at_a_time):
+        rows = slice(start, start + rows_at_a_time)
+        logits = logits_of(hidden[rows], cast, ctx.softcap)
+        made = cast.new_empty(logits.shape)
+        _softmax(logits, targets[rows], ctx.temperature, ctx.softcap, made)
+        yield rows, made
 
 
-@fused_on_cuda
-def _logit_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    normaliser: torch.Tensor,
-    gradient: torch.Tensor,
-    temperature: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """d logprob / d logits = one at the target − probability, times the gradient that arrives."""
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    made = is_target.to(logits.dtype) - (logits / temperature - normaliser[:, None]).exp()
-    made = made * (gradient / temperature)[:, None]
-    return made if softcap is None else made * (1 - (logits / softcap) ** 2)
+def _softmax(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, softcap: float | None, into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprob, entropy) of each row; `into` takes d logprob / d logits: (one at the target − probability) / T."""
+    if logits.is_cuda and logits.dtype == torch.float32 and len(logits) and has_triton():
+        from podium.model.softmax_kernel import softmax_rows  # needs Triton
+
+        return softmax_rows(logits, targets, temperature, softcap, into)
+    scaled = logits / temperature
+    normaliser = scaled.logsumexp(-1)
+    logprobs = scaled.gather(-1, targets[:, None])[:, 0] - normaliser
+    probabilities = (scaled - normaliser[:, None]).exp_()
+    entropy = normaliser - (probabilities * scaled).sum(-1)
+    if into is not None:
+        made = probabilities.neg_()
+        made[torch.arange(len(made), device=made.device), targets] += 1
+        made /= temperature
+        into.copy_(made if softcap is None else made * (1 - (logits / softcap) ** 2))
+    return logprobs, entropy
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -127,6 +142,11 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _chunks(weight: torch.Tensor, *tensors: torch.Tensor):
-    rows = max(1, MAX_CHUNK_ELEMENTS[weight.device.type] // weight.shape[0])
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+def _rows_at_a_time(weight: torch.Tensor) -> int:
+    return max(1, MAX_CHUNK_ELEMENTS[weight.device.type] // len(weight))
+
+
+def _num_kept(hidden: torch.Tensor, weight: torch.Tensor, rows_at_a_time: int) -> int:
+    """Rows: all, or whole chunks."""
+    most = kept_bytes(weight.device) // (len(weight) * hidden.element_size())
+    return len(hidden) if len(hidden) <= most else most // rows_at_a_time * rows_at_a_time

@@ -11,7 +11,7 @@ from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
-from podium.model.logprobs import KEPT_CHUNKS, MAX_CHUNK_ELEMENTS
+from podium.model.logprobs import MAX_CHUNK_ELEMENTS, kept_bytes
 from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
 from podium.sections import SeparateReference
 from podium.settings import Settings
@@ -78,7 +78,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest_prompt, longest_answer),
-        "logits": (3 + KEPT_CHUNKS[policy.device.type]) * 4 * MAX_CHUNK_ELEMENTS[policy.device.type],
+        "logits": _logits(settings, policy),
         "longest_document": longest,
     }
     precision = options.get("precision", "float32")
@@ -95,6 +95,15 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         most = most_tokens(policy.device.type, sum(p.numel() for _, p in every))
         tokens = max(longest, min(most, _room(held, per_token)) // 256 * 256, 256)
     return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+
+
+def _logits(settings: Settings, policy: Policy) -> int:
+    """Of a chunk, with what is made of them, and what the forward pass keeps."""
+    precision: torch.dtype = getattr(torch, settings.trainer.options.get("precision", "float32"))
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    tokens = settings.pack.max_tokens_per_batch or most_tokens(policy.device.type, parameters)
+    every = tokens * policy.model.config.vocab_size * precision.itemsize  # type: ignore[operator]
+    return 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type] + min(kept_bytes(policy.device), every)
 
 
 def most_tokens(device_type: str, parameters: int) -> int:

@@ -1,8 +1,8 @@
 """Attention of a decode step over slots, registered with transformers under the name "podium_decode".
 
-In: one query a row of the batch, and where the row's keys are: a prompt's, which all rollouts of a group share, and
-those of the row's own slot. Out: attention over just these, up to their lengths. On CUDA by a kernel that reads nothing
-else; the plain form is for devices without Triton.
+In: one query, key and value a row of the batch, and where the row's other keys are: a prompt's, which all rollouts of a
+group share, and those of the row's own slot, which the new one joins. Out: attention over just these, up to their
+lengths. On CUDA by a kernel that reads nothing else; the plain form is for devices without Triton.
 
 The cache lies on the attention modules themselves, as buffers `slot_keys`, `slot_values` `[slots, columns, heads,
 head_dim]` and `prompt_keys`, `prompt_values` `[prompts, columns, heads, head_dim]`: so compiled layers share one piece
@@ -32,17 +32,18 @@ class DecodeRows:
 def slot_attention(module, query, key, value, attention_mask, decode: DecodeRows, scaling: float, **kwargs):
     """transformers' attention interface: returns `[rows, 1, heads, head_dim]` and no weights."""
     dtype = module.slot_keys.dtype
-    module.slot_keys[decode.slots, decode.lengths] = key[:, :, 0].to(dtype)
-    module.slot_values[decode.slots, decode.lengths] = value[:, :, 0].to(dtype)
+    own = (tensor[:, :, 0].to(dtype) for tensor in (query, key, value))
     caches = [getattr(module, name) for name in CACHES]
     where = (decode.slots, decode.lengths, decode.prompts, decode.prompt_lengths)
     window = kwargs.get("sliding_window") or 0
-    return decode_attention(query[:, :, 0].to(dtype), *caches, *where, scaling, window)[:, None], None
+    return decode_attention(*own, *caches, *where, scaling, window)[:, None], None
 
 
-@torch.library.custom_op("podium::decode_attention", mutates_args=())
+@torch.library.custom_op("podium::decode_attention", mutates_args=("slot_keys", "slot_values"))
 def decode_attention(
     query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     slot_keys: torch.Tensor,
     slot_values: torch.Tensor,
     prompt_keys: torch.Tensor,
@@ -54,7 +55,11 @@ def decode_attention(
     scaling: float,
     window: int,
 ) -> torch.Tensor:
-    """`[rows, heads, head_dim]` for a query of that shape; `window` 0 looks at everything."""
+    """`[rows, heads, head_dim]` for a query of that shape; `window` 0 looks at everything.
+
+    `key` and `value` `[rows, key heads, head_dim]` go to the slots' next columns.
+    """
+    slot_keys[slots, lengths], slot_values[slots, lengths] = key, value
     columns = torch.arange(prompt_keys.shape[1] + slot_keys.shape[1], device=query.device)
     own = columns - prompt_keys.shape[1]
     newest = prompt_lengths + lengths  # position of the query

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from podium.engine._cuda.decode_attention import CACHES, NAME, DecodeRows
 from podium.engine._cuda.joined import join_products
 from podium.engine._cuda.roster import ladder
-from podium.engine._sampling import draw, draw_by_block, draw_likeliest
+from podium.engine._sampling import block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, softcap
 from podium.model.fused import compile_layers, fused_on_cuda
@@ -186,8 +186,9 @@ class DecodeStep:
         with SHARED.busy:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles what is not compiled yet
-                    self._step(size, sampling)
+                for each in (len(self.rows), size):  # compiles what is not compiled yet, tuned for the largest batch
+                    for _ in range(2):
+                        self._step(each, sampling)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(size, sampling)
@@ -220,7 +221,8 @@ class DecodeStep:
             ids, logprobs = (_fused_likeliest if is_compiled else draw_likeliest)(logits)
         elif sampling.top_k is None and sampling.top_p is None:
             by_block = _fused_by_block if is_compiled else draw_by_block
-            ids, logprobs = by_block(logits, seeds, indices, self._temperature)
+            masses = (_fast_masses if is_compiled else block_masses)(logits, self._temperature)
+            ids, logprobs = by_block(logits, masses, seeds, indices, self._temperature)
         else:
             ids, logprobs = draw(logits, seeds, indices, sampling)
         stop_ids = self._stop_ids[sampling.stop_ids]
@@ -240,6 +242,14 @@ def record(ids, logprobs, stop_ids, slots, limit, drawn, finished, all_ids, all_
 _fused_record = fused_on_cuda(record)
 _fused_by_block = fused_on_cuda(draw_by_block)
 _fused_likeliest = fused_on_cuda(draw_likeliest)
+
+
+def _fast_masses(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    if not logits.is_cuda:
+        return block_masses(logits, temperature)
+    from podium.engine._cuda.block_masses import block_masses_on_cuda  # needs Triton
+
+    return block_masses_on_cuda(logits, temperature)
 
 
 def _written(state: SlotState) -> tuple[torch.Tensor, ...]:

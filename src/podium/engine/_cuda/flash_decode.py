@@ -1,7 +1,8 @@
 """The CUDA kernel of decode attention (flash decoding): a program a row and key head, keys read once, up to their end.
 
 All query heads of a key head are one matrix, so grouped queries read the cache once. The softmax is accumulated block
-by block in float32, first over the group's shared prompt, then over the row's own slot.
+by block in float32, first over the group's shared prompt, then over the row's own slot, last over the row's new key,
+which the program also lays into the slot: no other program looks there.
 """
 
 from typing import Any
@@ -41,9 +42,19 @@ def _take_keys(
 
 
 @triton.jit
+def _take_own(total, normaliser, top, query, key, value, scaling):
+    """The same for one key, which every query sees."""
+    scores = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
+    higher = tl.maximum(top, scores)
+    shrink, weights = tl.exp2(top - higher), tl.exp2(scores - higher)
+    total = total * shrink[:, None] + weights[:, None] * value.to(tl.float32)[None, :]
+    return total, normaliser * shrink + weights
+
+
+@triton.jit
 def _flash_decode(
-    query, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
-    slot_stride, prompt_stride, scaling, window,
+    query, key, value, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
+    key_stride, value_stride, slot_stride, prompt_stride, scaling, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,20 +72,28 @@ def _flash_decode(
     oldest = 0
     if window > 0:
         oldest = tl.maximum(prompt_length + length - window + 1, 0)
-    keys, values = prompt * prompt_stride + head * DIM, slot * slot_stride + head * DIM
+    in_prompt, in_slot = prompt * prompt_stride + head * DIM, slot * slot_stride + head * DIM
+    own_key = tl.load(key + row * key_stride + head * DIM + dims, mask=dims < DIM, other=0.0)
+    own_value = tl.load(value + row * value_stride + head * DIM + dims, mask=dims < DIM, other=0.0)
+    next_column = in_slot + length * HEADS * DIM + dims
+    tl.store(slot_keys + next_column, own_key, mask=dims < DIM)
+    tl.store(slot_values + next_column, own_value, mask=dims < DIM)
     total, normaliser, top = _take_keys(
-        total, normaliser, top, block, prompt_keys + keys, prompt_values + keys, oldest, prompt_length,
+        total, normaliser, top, block, prompt_keys + in_prompt, prompt_values + in_prompt, oldest, prompt_length,
         dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
     )  # fmt: skip
     total, normaliser, top = _take_keys(
-        total, normaliser, top, block, slot_keys + values, slot_values + values,
-        tl.maximum(oldest - prompt_length, 0), length + 1, dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
+        total, normaliser, top, block, slot_keys + in_slot, slot_values + in_slot,
+        tl.maximum(oldest - prompt_length, 0), length, dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
     )  # fmt: skip
+    total, normaliser = _take_own(total, normaliser, top, block, own_key, own_value, scaling)
     tl.store(out + places, (total / normaliser[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def flash_decode(
     query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     slot_keys: torch.Tensor,
     slot_values: torch.Tensor,
     prompt_keys: torch.Tensor,
@@ -94,11 +113,13 @@ def flash_decode(
     is_wide = query.element_size() == 2 and dim >= WIDE
     block, num_warps, num_stages = (32, padded // LEAST_ROWS, 3) if is_wide else (64, 4, 2)
     query = query.contiguous()
+    key, value = (each if each.stride()[1:] == (dim, 1) else each.contiguous() for each in (key, value))
     out = torch.empty_like(query)
     kernel: Any = _flash_decode
     kernel[(rows, key_heads)](
-        query, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
-        slot_keys.stride(0), prompt_keys.stride(0), scaling, window,
+        query, key, value, slot_keys, slot_values, prompt_keys, prompt_values,
+        slots, lengths, prompts, prompt_lengths, out,
+        key.stride(0), value.stride(0), slot_keys.stride(0), prompt_keys.stride(0), scaling, window,
         HEADS=key_heads, GROUP=group, DIM=dim, ROWS=padded,
         DIMS=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,

@@ -1,0 +1,59 @@
+"""Each Triton kernel beside the plain code, on tensors of a CPU: `TRITON_INTERPRET=1 python -m tests.kernels NAME`.
+
+Triton's interpreter runs a kernel's own lines, so what a kernel computes is tested without a GPU; what a GPU makes of
+it is asked in tests/gpu.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+
+def flash_decode() -> None:
+    from podium.engine._cuda.decode_attention import decode_attention
+    from podium.engine._cuda.flash_decode import flash_decode
+
+    where = [torch.tensor(row) for row in ([6, 0, 2, 3], [0, 31, 32, 100], [0, 0, 1, 2], [1, 1, 33, 64])]
+    for dim, key_heads, group, window in ((64, 3, 3, 0), (64, 3, 3, 50), (128, 1, 2, 0), (48, 1, 18, 0)):
+        own, slots, prompts = (4, key_heads, dim), (7, 128, key_heads, dim), (3, 64, key_heads, dim)
+        shapes = ((4, key_heads * group, dim), own, own, slots, slots, prompts, prompts)
+        plain = [torch.randn(shape) for shape in shapes]
+        interpreted = [each.clone() for each in plain]
+        expected = decode_attention(*plain, *where, dim**-0.5, window)
+        found = flash_decode(*interpreted, *where, dim**-0.5, window)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert all(map(torch.equal, interpreted, plain))  # the caches among them, with their new columns
+
+
+def softmax_rows() -> None:
+    from podium.model.logprobs import _softmax
+    from podium.model.softmax_kernel import softmax_rows
+
+    for vocabulary, softcap in ((97, None), (4096, 20.0), (9001, None)):
+        logits = 3 * torch.randn(5, vocabulary)
+        targets = torch.randint(0, vocabulary, (5,))
+        mine, exact = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.float64)
+        found = softmax_rows(logits, targets, 0.7, softcap, mine)
+        expected = _softmax(logits.double(), targets, 0.7, softcap, exact)
+        for a, b in zip((*found, mine), (*expected, exact), strict=True):
+            assert torch.allclose(a.double(), b, atol=1e-5)
+        without = softmax_rows(logits, targets, 0.7, softcap, None)
+        assert all(map(torch.equal, without, found))
+
+
+def block_masses() -> None:
+    from podium.engine._cuda.block_masses import block_masses_on_cuda
+    from podium.engine._sampling import block_masses
+
+    for vocabulary in (100, 512, 5000):
+        logits, temperature = 5 * torch.randn(7, vocabulary), torch.tensor(0.8)
+        logits[0], logits[0, 3] = -torch.inf, 0.0  # blocks without any probability
+        assert torch.allclose(block_masses_on_cuda(logits, temperature), block_masses(logits, temperature), atol=1e-5)
+
+
+KERNELS: dict[str, Callable[[], None]] = {each.__name__: each for each in (flash_decode, softmax_rows, block_masses)}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    KERNELS[sys.argv[1]]()
