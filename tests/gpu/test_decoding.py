@@ -161,6 +161,24 @@ def test_full_weights_in_bfloat16_follow_the_trainer() -> None:
                 parameter.mul_(1.2)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_replayed_score_is_that_of_the_weights_that_decode(dtype: torch.dtype | None) -> None:
+    policy = policy_of(wide_model())
+    engine = Inprocess(policy, False, dtype)
+    text = [1 + i % 50 for i in range(40)]
+    generate(engine, requests(4), GREEDY)
+    found = []
+    for version in range(4):  # plain, captured, replayed, replayed
+        asyncio.run(engine.load_weights(policy.named_weights(), version))
+        found.append(asyncio.run(engine.score(text)))
+        assert found[-1] == pytest.approx(engine._score(text), abs=1e-4 if dtype is None else 0.02)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.2)
+    assert all(abs(a - b) > 0.05 for a, b in zip(map(sum, found), map(sum, found[1:]), strict=False))
+    assert asyncio.run(engine.score(text[::-1])) == pytest.approx(engine._score(text[::-1]), abs=1e-6)
+
+
 def test_it_says_why_it_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("no such kernel")

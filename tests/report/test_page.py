@@ -84,14 +84,14 @@ def test_a_page_is_not_written_more_often_than_asked(tmp_path: Path) -> None:
 
 
 def test_a_page_that_takes_long_is_written_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A write takes 1 s of the clock below; at most 2 % of the time is the page's, so the next may come 50 s later.
-    clock = iter([0.0, 1.0, 50.9, 51.0, 51.0, 52.0])
+    # A write takes 1 s of the clock below; at most 0.5 % of the time is the page's, so the next may come 200 s later.
+    clock = iter([0.0, 1.0, 200.9, 201.0, 201.0, 202.0])
     monkeypatch.setattr(page_module.time, "monotonic", lambda: next(clock))
     page, record = make_page(tmp_path, every_s=2.0)  # at 0, done at 1
     record.write(make_step_report(step=1))
-    page.write(make_step_report(step=1))  # at 50.9
+    page.write(make_step_report(step=1))  # at 200.9
     assert data_of(tmp_path)["series"]["steps"] == []
-    page.write(make_step_report(step=1))  # at 51
+    page.write(make_step_report(step=1))  # at 201
     assert data_of(tmp_path)["series"]["steps"] == [1]
 
 

@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache
 from podium.engine._cuda.adapted import AdaptedLinear
 from podium.engine._cuda.continuous import Continuous
 from podium.engine._cuda.joined import join_weights
+from podium.engine._cuda.replayed_score import ReplayedScore
 from podium.engine._draft import Draft
 from podium.engine._packed import PackedLinear, pack_layers
 from podium.engine._room import check_room
@@ -116,6 +117,7 @@ class Inprocess:
         """Whether a call is on the captured steps; one beside it decodes plainly."""
         if self._device.type == "cuda":
             self._continuous = self._captured_decoding()
+        self._replayed_score = ReplayedScore(self._model, self._compute_dtype)
 
     def _halve(self, ranks: dict[str, int]) -> None:
         """Linear layers in the trainer's precision, adapters beside them: what its autocast makes of them."""
@@ -194,7 +196,8 @@ class Inprocess:
             self._is_replaying = False
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._thread.run(self._score, list(token_ids))
+        can_replay = self._continuous is not None and self._is_compared
+        return await self._thread.run(self._replayed_score if can_replay else self._score, list(token_ids))
 
     @torch.no_grad()
     def _score(self, token_ids: list[int]) -> list[float]:

@@ -6,8 +6,8 @@ Everything here computes what the plain code computes; only the number of kernel
 import functools
 import math
 import warnings
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -70,8 +70,11 @@ def is_compiled(model: PreTrainedModel, wanted: bool | None) -> bool:
     return (model.device.type == "cuda" and model.dtype == torch.float32) if wanted is None else wanted
 
 
-def compile_layers(model: PreTrainedModel) -> None:
-    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only."""
+def compile_layers(model: PreTrainedModel, options: Mapping[str, Any] | None = None) -> None:
+    """Each decoder layer by itself: they share one piece of code, so the first step waits for one layer only.
+
+    `options` are those of torch.compile.
+    """
     set_compiler()
     if model.device.type == "cuda":
         tell_cost_of_attention()
@@ -79,7 +82,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     for layers in model.get_decoder().children():
         if isinstance(layers, torch.nn.ModuleList):
             for layer in layers:
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, options=None if options is None else dict(options))
 
 
 def tell_cost_of_attention() -> None:

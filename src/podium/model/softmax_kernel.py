@@ -40,11 +40,11 @@ def _softmax_rows(
     highest = tl.max(top, 0)
     shrink = tl.exp(top - highest)
     total = tl.sum(mass * shrink, 0)
-    mean = tl.sum((moment + mass * (top - highest)) * shrink, 0) / total  # of the logits, below the highest
+    below = tl.sum((moment + mass * (top - highest)) * shrink, 0)  # how far logits lie from the highest, weighted
     normaliser = highest + tl.log(total)
     chosen = tl.load(logits + target) * inverse_temperature
     tl.store(logprobs + row, chosen - normaliser)
-    tl.store(entropies + row, tl.log(total) - mean)
+    tl.store(entropies + row, tl.log(total) - below / total)  # type: ignore[operator]
     if WITH_GRADIENT:
         gradients += row * width
         last = (tl.cdiv(width, BLOCK) - 1) * BLOCK

@@ -15,7 +15,7 @@ from podium.report._reader import RunReader
 from podium.report._render import render
 from podium.run_folder import RunFolder, write_atomically
 
-MAX_SHARE = 0.02
+MAX_SHARE = 0.005
 """Of the run's time, at most so much is spent on the page; a long run's page takes longer and is written less often."""
 
 

@@ -29,6 +29,9 @@ CACHE_SHARE = 0.3
 """Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
 COLUMN_STEP = 64
 """Room for tokens is made in steps, so that calls of about the same length use the same captured steps."""
+COMPILER = {"combo_kernels": True, "triton.autotune_pointwise": False}
+"""For batches of one token a row, whose kernels are short: those that could run beside each other become one (rotary
+embeddings of queries and of keys), and none is chosen by timing it with cold caches, since here they are warm."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class DecodeStep:
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         if self._device.type == "cuda":
-            compile_layers(self._model)
+            compile_layers(self._model, COMPILER)
 
     def _add_caches(self) -> None:
         """Keys and values of slots and prompts, on the modules that use them."""
