@@ -16,10 +16,13 @@ def flash_decode() -> None:
 
     where = [torch.tensor(row) for row in ([6, 0, 2, 3], [0, 31, 32, 100], [0, 0, 1, 2], [1, 1, 33, 64])]
     for dim, key_heads, group, window in ((64, 3, 3, 0), (64, 3, 3, 50), (128, 1, 2, 0), (48, 1, 18, 0)):
-        own, slots, prompts = (4, key_heads, dim), (7, 128, key_heads, dim), (3, 64, key_heads, dim)
-        shapes = ((4, key_heads * group, dim), own, own, slots, slots, prompts, prompts)
-        plain = [torch.randn(shape) for shape in shapes]
-        interpreted = [each.clone() for each in plain]
+        slots, prompts = (7, 128, key_heads, dim), (3, 64, key_heads, dim)
+        product = torch.randn(
+            4, (group + 2) * key_heads, dim
+        )  # of queries, keys and values, which are parts of its rows
+        own = list(product.split([group * key_heads, key_heads, key_heads], 1))
+        plain = [*own, *(torch.randn(shape) for shape in (slots, slots, prompts, prompts))]
+        interpreted = [*own, *(each.clone() for each in plain[3:])]
         expected = decode_attention(*plain, *where, dim**-0.5, window)
         found = flash_decode(*interpreted, *where, dim**-0.5, window)
         assert torch.allclose(found, expected, atol=1e-5)

@@ -323,6 +323,17 @@ def run_in_use(here: Path) -> Iterator[Path]:
         holder.stdin.close()
 
 
+def test_a_run_that_was_killed_before_its_first_commit_says_that_it_begins_again(
+    here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
+) -> None:
+    (here / "run").mkdir()
+    shutil.copy(finished_run / "settings.toml", here / "run")
+    assert cli.main(["resume", "run", "--quiet"]) == 0
+    assert "run has no checkpoint yet: it begins again at step 0" in capsys.readouterr().err
+    assert cli.main(["resume", "run", "--run.steps=2", "--quiet"]) == 0
+    assert "begins again" not in capsys.readouterr().err
+
+
 def test_a_run_in_use_is_refused(here: Path, capsys: pytest.CaptureFixture[str], run_in_use: Path) -> None:
     message = refused(here, capsys, "train", "good.toml")
     assert message == "run.folder = 'run' is in use by another run; wait for it, stop it, or give a new folder"

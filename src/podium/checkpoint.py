@@ -50,7 +50,7 @@ class Hooks:
     committed: Callable[[Path, int], None] = _nothing
     """Given each new checkpoint and its step, in the thread that wrote it."""
     warn: Callable[[str], None] = print
-    """Told of a checkpoint that is damaged."""
+    """Told of a checkpoint that is damaged, and of a run that is taken up without having one."""
 
 
 class FolderCheckpoint:
@@ -85,6 +85,8 @@ class FolderCheckpoint:
         chosen = self._choose()
         self._restarts = self._folder.restarts
         if chosen is None:
+            if self._restarts:
+                self._hooks.warn(f"{self._folder.path} has no checkpoint yet: it begins again at step 0")
             self._hooks.begin()
             self._ledger.rewind(None)
             return RunState()

@@ -166,7 +166,7 @@ def test_a_replayed_score_is_that_of_the_weights_that_decode(dtype: torch.dtype 
     policy = policy_of(wide_model())
     engine = Inprocess(policy, False, dtype)
     text = [1 + i % 50 for i in range(40)]
-    generate(engine, requests(4), GREEDY)
+    generate(engine, requests(8), GREEDY)
     found = []
     for version in range(4):  # plain, captured, replayed, replayed
         asyncio.run(engine.load_weights(policy.named_weights(), version))
@@ -175,6 +175,7 @@ def test_a_replayed_score_is_that_of_the_weights_that_decode(dtype: torch.dtype 
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.2)
+    assert engine._replayed_score._captured is not None
     assert all(abs(a - b) > 0.05 for a, b in zip(map(sum, found), map(sum, found[1:]), strict=False))
     assert asyncio.run(engine.score(text[::-1])) == pytest.approx(engine._score(text[::-1]), abs=1e-6)
 

@@ -104,9 +104,10 @@ def test_every_thread_has_the_compilers_settings() -> None:
     """torch keeps them by thread from 2.13 on."""
 
     def found() -> tuple[Any, ...]:
-        dynamo = torch._dynamo.config
-        return dynamo.specialize_float, dynamo.recompile_limit, torch._functorch.config.activation_memory_budget
+        dynamo, functorch = torch._dynamo.config, torch._functorch.config
+        kept = functorch.activation_memory_budget, functorch.is_non_builtin_to_include
+        return dynamo.specialize_float, dynamo.recompile_limit, *kept
 
     thread = DeviceThread("compiling")
-    assert asyncio.run(thread.run(found)) == (True, 64, SAVED_SHARE)
+    assert asyncio.run(thread.run(found)) == (True, 64, SAVED_SHARE, True)
     thread.close()

@@ -10,8 +10,10 @@ from podium.model.logprobs import token_logprobs
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("chunk_elements", [1, 40, 1 << 20])
-def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_elements) -> None:
+@pytest.mark.parametrize("kept_rows", [0, 5, 11])
+def test_equal_to_a_plain_log_softmax(monkeypatch, temperature, softcap, chunk_elements, kept_rows) -> None:
     monkeypatch.setitem(module.MAX_CHUNK_ELEMENTS, "cpu", chunk_elements)
+    monkeypatch.setattr(module, "KEPT_BYTES_ON_CPU", kept_rows * 13 * 4)
     torch.manual_seed(0)
     hidden, weight = torch.randn(11, 6), torch.randn(13, 6)
     targets, pull = torch.randint(0, 13, (11,)), torch.randn(11)

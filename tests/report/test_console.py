@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +44,14 @@ SUMMARY_LINES = [
     "run folder: runs/one",
     "page: runs/one/report.html (live: podium report runs/one)",
     "trained model: runs/one/final",
-    "take it away: podium export runs/one OUT (--merge for plain weights)",
+    "take it away: podium export runs/one OUT",
 ]
+
+
+def test_an_adapter_can_be_taken_away_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    Console(mode="quiet").finish({**SUMMARY, "model": str(tmp_path)})
+    assert capsys.readouterr().out.endswith("podium export runs/one OUT (--merge for plain weights)\n")
 
 
 def test_without_a_terminal_it_prints_a_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:

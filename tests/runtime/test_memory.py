@@ -53,6 +53,24 @@ def test_what_is_held_is_counted(lora: Any, tmp_path: Path) -> None:
     assert plan.longest_document == 30
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "longest_prompt", "kept"),
+    [
+        (256, "float32", 20, 256 * 100 * 4),
+        (256, "float32", 3000, 3010 * 100 * 4),  # a document that is longer than a batch is one by itself
+        (256, "bfloat16", 20, 256 * 100 * 2),
+        (1 << 20, "float32", 20, 1 << 28),  # the most that is kept
+    ],
+)
+def test_what_is_kept_of_the_logits_is_counted(tokens, dtype, longest_prompt, kept, tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, model={"dtype": dtype}, rollout={"max_new_tokens": 10}, pack={"max_tokens_per_batch": tokens}
+    )
+    policy = policy_of(settings)
+    assert policy.model.config.vocab_size == 100
+    assert memory_plan(settings, policy, longest_prompt).logits == 3 * 4 * (1 << 24) + kept
+
+
 def test_bytes_a_token_grow_with_the_layers(tmp_path: Path) -> None:
     """Half the layers keep about half; what stands outside the layers is kept once."""
     policy = policy_of(settings_of(tmp_path, model={"lora": False}))

@@ -7,18 +7,22 @@ the precision of the products, for as many rows as a limit allows; for the other
 does not grow with the vocabulary times the tokens. The entropy carries no gradient.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch.utils._triton import has_triton
 
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits that are computed at one time, in float32: 64 MB and 512 MB."""
 KEPT_BYTES_ON_CPU = 1 << 28
+"""The most that the forward pass keeps of logits on a CPU."""
 KEPT_SHARE_OF_GPU = 1 / 8
-"""Of its memory, for what the forward pass keeps."""
+"""The same on a GPU, of its memory."""
 
 
 def kept_bytes(device: torch.device) -> int:
-    """The most that the forward pass keeps of logits."""
+    """The most that the forward pass keeps of logits on this device."""
     if device.type == "cuda":
         return int(KEPT_SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory)
     return KEPT_BYTES_ON_CPU
@@ -78,11 +82,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if ctx.needs_input_grad[1] else None
-        pull = gradients[0][:, None]
+        arriving = gradients[0][:, None]
         for rows, of_logits in _logit_gradients(ctx, hidden, cast, targets):
-            hidden_gradient[rows] = (of_logits @ cast) * pull[rows]
+            hidden_gradient[rows] = (of_logits @ cast) * arriving[rows]
             if weight_gradient is not None:
-                _add_product(weight_gradient, of_logits.t(), (hidden[rows] * pull[rows]).to(hidden.dtype))
+                _add_product(weight_gradient, of_logits.t(), (hidden[rows] * arriving[rows]).to(hidden.dtype))
+            del of_logits  # before the next is made
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -93,7 +98,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-def _logit_gradients(ctx, hidden: torch.Tensor, cast: torch.Tensor, targets: torch.Tensor):
+def _logit_gradients(
+    ctx: Any, hidden: torch.Tensor, cast: torch.Tensor, targets: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, d logprob / d logits of these): first what was kept, which is given up, then chunk by chunk."""
     kept, ctx.kept = ctx.kept, cast[:0]
     if len(kept):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -181,7 +182,9 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
         lines.append(f"page: {summary['page']} (live: podium report {summary['folder']})")
     if summary["model"]:
         lines.append(f"trained model: {summary['model']}")
-        lines.append(f"take it away: podium export {summary['folder']} OUT (--merge for plain weights)")
+        is_adapter = (Path(summary["model"]) / "adapter_config.json").is_file()
+        merged = " (--merge for plain weights)" if is_adapter else ""
+        lines.append(f"take it away: podium export {summary['folder']} OUT{merged}")
     else:
         lines.append(f"go on with: podium resume {summary['folder']}")
     return "\n".join(lines)

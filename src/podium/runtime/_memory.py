@@ -78,7 +78,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest_prompt, longest_answer),
-        "logits": _logits(settings, policy),
+        "logits": _logits(settings, policy, longest),
         "longest_document": longest,
     }
     precision = options.get("precision", "float32")
@@ -97,12 +97,14 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
 
 
-def _logits(settings: Settings, policy: Policy) -> int:
-    """Of a chunk, with what is made of them, and what the forward pass keeps."""
+def _logits(settings: Settings, policy: Policy, longest: int) -> int:
+    """Of a chunk, with what is made of them, and what the forward pass keeps: of the largest batch that there may be,
+    since what it takes decides how large batches are."""
     precision: torch.dtype = getattr(torch, settings.trainer.options.get("precision", "float32"))
+    itemsize = min(precision.itemsize, policy.model.dtype.itemsize)
     parameters = sum(p.numel() for p in policy.model.parameters())
     tokens = settings.pack.max_tokens_per_batch or most_tokens(policy.device.type, parameters)
-    every = tokens * policy.model.config.vocab_size * precision.itemsize  # type: ignore[operator]
+    every = max(tokens, longest) * policy.model.config.vocab_size * itemsize  # type: ignore[operator]
     return 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type] + min(kept_bytes(policy.device), every)
 
 

@@ -71,7 +71,7 @@ class Capacity:
         return Capacity(**{name: max(mine[name], theirs[name]) for name in mine})
 
     def cache_bytes(self, config: Any, dtype: torch.dtype) -> int:
-        """Of keys and values, and of the logits of a step, twice: as they are and as they are drawn from."""
+        """Of keys and values, and of the logits of a step, twice: top-k and top-p make others of them."""
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         tokens = (self.slots + 1) * self.columns + self.prompts * self.prompt_columns
@@ -189,8 +189,8 @@ class DecodeStep:
         with SHARED.busy:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for each in (len(self.rows), size):  # compiles what is not compiled yet, tuned for the largest batch
-                    for _ in range(2):
+                for each in (size,) if self._graphs else (len(self.rows), size):  # tuned for the largest batch
+                    for _ in range(2):  # compiles what is not compiled yet
                         self._step(each, sampling)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

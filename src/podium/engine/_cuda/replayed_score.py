@@ -4,6 +4,7 @@ A plain pass over a short text takes as long as the host needs to start its kern
 reads the weights where they lie, as captured decode steps do, so it tells what they sample from.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from podium.model.forward import Placed, batch_of, place, policy_logprobs, seque
 
 @dataclass(frozen=True)
 class Captured:
+    """A pass through the model, and where its numbers come from and go."""
+
     graph: torch.cuda.CUDAGraph
     placed: Placed
     """What the graph reads."""
@@ -30,12 +33,19 @@ class ReplayedScore:
         self._model, self._compute_dtype = model, compute_dtype
         self._token_ids: list[int] = []
         self._captured: Captured | None = None
+        self._can_capture = True
 
     def __call__(self, token_ids: Sequence[int]) -> list[float]:
-        if self._token_ids != list(token_ids):
+        if self._token_ids != list(token_ids) or not self._can_capture:
             self._token_ids, self._captured = list(token_ids), None
             return sequence_logprobs(self._model, self._token_ids, compute_dtype=self._compute_dtype)
-        self._captured = self._captured or self._capture()
+        if self._captured is None:
+            try:
+                self._captured = self._capture()
+            except Exception as error:  # whatever another architecture's modules raise
+                warnings.warn(f"engine.name = 'inprocess' scores the probe without CUDA graphs: {error}", stacklevel=2)
+                self._can_capture = False
+                return self(token_ids)
         self._captured.graph.replay()
         return self._captured.logprobs.tolist()
 
