@@ -1,8 +1,9 @@
 """How a run ends."""
 
+import gc
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from podium.records import Group
 from podium.run import Summary, train
@@ -41,6 +42,34 @@ def test_a_run_whose_data_ends_before_its_steps_is_finished_and_says_why(tmp_pat
     lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines if line.get("eval")] == [0, 4]
     assert [line["batch/drawn"] for line in lines if not line.get("eval")] == [3, 4, 4, 1]
+
+
+class FrozenObjects:
+    """A report that counts what the garbage collector leaves alone."""
+
+    counted: ClassVar[list[int]] = []
+
+    def start(self, card: Any, history: Any) -> None:
+        self.counted.append(gc.get_freeze_count())
+
+    def write(self, report: Any) -> None:
+        self.counted.append(gc.get_freeze_count())
+
+    def evaluated(self, report: Any) -> None: ...
+
+    def finish(self, summary: Any) -> None:
+        self.counted.append(gc.get_freeze_count())
+
+    def fail(self) -> None: ...
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_loop(tmp_path: Path) -> None:
+    tables = small_tables(tmp_path / "run", steps=2)
+    train(Settings.from_dict({**tables, "report": [{"name": "tests.test_run:FrozenObjects"}]}))
+    *in_the_loop, afterwards = FrozenObjects.counted
+    assert len(in_the_loop) == 3
+    assert all(count > 100_000 for count in in_the_loop)
+    assert afterwards == 0
 
 
 def test_a_run_that_made_all_its_steps_has_nothing_to_explain(tmp_path: Path) -> None:
