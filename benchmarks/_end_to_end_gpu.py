@@ -5,15 +5,16 @@
 
 Each contender is a process of its own, one after the other: same prompts in the same order, group size, longest answer,
 temperature, bfloat16 products over float32 weights, loss (mean over the step's tokens, importance correction capped, no
-KL), AdamW, learning rate and seed; no group is skipped. `trl-N` goes through N rollouts at a time,
+KL), AdamW, learning rate and seed; no group is skipped. `trl-N` goes through N rollouts at a time, with the fastest
+settings found; `trl-docs` is what TRL's documentation shows: its defaults, 8 at a time, activations recomputed;
 `podium-overlap` samples the next step while it trains this one (`run.max_lag = 1`), so each of the two takes longer
 and the step less than their sum. What was measured before stays in the results file, so a model or a contender can be
 measured by itself. A step's time is from the end of the step before it to its own end. Memory is what the whole GPU has
 given away, at its highest.
 
-`smollm2-135m` is the real model (a folder, `--smollm2`), scored by the arithmetic reward. The other two have random
+`smollm2-135m` is the real model (a folder, `--smollm2`), scored by the arithmetic reward. The others have random
 weights of a real model's shape and the first one's tokenizer; their answers run to the limit and are scored by a hash
-of the text, so that every group has a signal.
+of the text, so that every group has a signal. `-long`: answers of up to 1,024 tokens.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
 PODIUM = ("podium", "podium-overlap", "podium-vllm")
+TRL_AS_DOCUMENTED, TRL_DEFAULT_BATCH = "trl-docs", 8
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
 SYSTEM_TURN = {"role": "system", "content": SYSTEM}
@@ -64,26 +66,18 @@ class Workload:
 
     @property
     def contenders(self) -> list[str]:
-        return [*PODIUM, *(f"trl-{rollouts}" for rollouts in self.trl_batches)]
+        return [*PODIUM, *(f"trl-{rollouts}" for rollouts in self.trl_batches), TRL_AS_DOCUMENTED]
 
 
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "num_attention_heads": 16, "head_dim": 128}
+QWEN3_SMALL = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+QWEN3_LARGE = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
 WORKLOADS = {
     "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128), threshold=0.2),
-    "qwen3-0.6b": Workload(
-        32,
-        512,
-        "hash",
-        (16, 32),
-        shape=QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    ),
-    "qwen3-1.7b": Workload(
-        16,
-        1024,
-        "hash",
-        (4, 8),
-        shape=QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
-    ),
+    "qwen3-0.6b": Workload(32, 512, "hash", (16, 32), shape=QWEN3_SMALL),
+    "qwen3-1.7b": Workload(16, 1024, "hash", (4, 8), shape=QWEN3_LARGE),
+    "smollm2-135m-long": Workload(64, 1024, "arithmetic", (32, 64), threshold=0.2),
+    "qwen3-0.6b-long": Workload(32, 1024, "hash", (8, 16), shape=QWEN3_SMALL),
 }
 
 Step = dict[str, float]
@@ -114,7 +108,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--contenders", nargs="+", help=f"{', '.join(PODIUM)}, trl-N; by default all of a model")
+    parser.add_argument("--contenders", nargs="+", help=f"{', '.join(PODIUM)}, trl-N, trl-docs; by default all")
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, not measured; rewards count")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
@@ -301,7 +295,13 @@ def run_contender(args: argparse.Namespace) -> None:
     if args.contender.startswith("podium"):
         run_podium(WORKLOADS[model], args.folder, num_steps, variant=args.contender.removeprefix("podium"))
     else:
-        run_trl(WORKLOADS[model], args.folder, num_steps, micro_batch=int(args.contender.partition("-")[2]))
+        run_trl(WORKLOADS[model], args.folder, num_steps, **trl_settings(args.contender))
+
+
+def trl_settings(contender: str) -> dict[str, Any]:
+    if contender == TRL_AS_DOCUMENTED:
+        return {"micro_batch": TRL_DEFAULT_BATCH, "gradient_checkpointing": True}
+    return {"micro_batch": int(contender.removeprefix("trl-"))}
 
 
 def memory_gb() -> float:
@@ -391,7 +391,9 @@ class Clock:
         """The traceback says it."""
 
 
-def run_trl(work: Workload, folder: Path, num_steps: int, *, micro_batch: int) -> None:
+def run_trl(
+    work: Workload, folder: Path, num_steps: int, *, micro_batch: int, gradient_checkpointing: bool = False
+) -> None:
     """The same prompts in the same order through `GRPOTrainer`, with vLLM in its process."""
     import torch
     from datasets import Dataset
@@ -409,7 +411,7 @@ def run_trl(work: Workload, folder: Path, num_steps: int, *, micro_batch: int) -
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
             reward_funcs=clock.reward,
-            args=own_trl_config(work, output, num_steps, micro_batch),
+            args=own_trl_config(work, output, num_steps, micro_batch, gradient_checkpointing=gradient_checkpointing),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[clock],
@@ -433,7 +435,7 @@ def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str =
     return data.draw(RunState(), num_steps * work.prompts_per_step)
 
 
-def own_trl_config(work: Workload, output: str, num_steps: int, micro_batch: int) -> Any:
+def own_trl_config(work: Workload, output: str, num_steps: int, micro_batch: int, **others: Any) -> Any:
     """With vLLM in its process, and so many rollouts in a pass."""
     return trl_config(
         output,
@@ -450,6 +452,7 @@ def own_trl_config(work: Workload, output: str, num_steps: int, micro_batch: int
         vllm_gpu_memory_utilization=VLLM_MEMORY_SHARE,
         vllm_max_model_length=2048,
         seed=SEED,
+        **others,
     )
 
 

@@ -50,6 +50,8 @@ def with_table(page: str, made: str) -> str:
 
 
 def title(contender: str) -> str:
+    if contender == "trl-docs":
+        return "TRL, vLLM colocated, as documented"
     if contender.startswith("trl-"):
         return f"TRL, vLLM colocated, {contender.removeprefix('trl-')} at a time"
     return TITLES[contender]
