@@ -70,6 +70,9 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
     longest_answer = settings.rollout.options.get("max_new_tokens", 0)
     longest = longest_prompt + longest_answer
+    precision: torch.dtype = getattr(torch, options.get("precision", "float32"))
+    tokens = settings.pack.max_tokens_per_batch
+    most = tokens or most_tokens(policy.device.type, sum(p.numel() for _, p in every))
     held: dict[str, Any] = {
         "device": device_bytes(policy.device),
         "weights": weights,
@@ -78,11 +81,10 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest_prompt, longest_answer),
-        "logits": _logits(settings, policy, longest),
+        "logits": _logits(policy, precision, max(most, longest)),
         "longest_document": longest,
     }
-    precision = options.get("precision", "float32")
-    plain = saved_bytes_per_token(policy, None if precision == "float32" else getattr(torch, precision))
+    plain = saved_bytes_per_token(policy, None if precision == torch.float32 else precision)
     if is_compiled(policy.model, options.get("compile")):
         plain *= SAVED_SHARE
     checkpointing = options.get("gradient_checkpointing")
@@ -90,21 +92,16 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         room = _room(held, plain)
         checkpointing = room < max(longest, LEAST_TOKENS)
     per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
-    tokens = settings.pack.max_tokens_per_batch
     if tokens is None:
-        most = most_tokens(policy.device.type, sum(p.numel() for _, p in every))
         tokens = max(longest, min(most, _room(held, per_token)) // 256 * 256, 256)
     return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
 
 
-def _logits(settings: Settings, policy: Policy, longest: int) -> int:
+def _logits(policy: Policy, precision: torch.dtype, most_tokens: int) -> int:
     """Of a chunk, with what is made of them, and what the forward pass keeps: of the largest batch that there may be,
     since what it takes decides how large batches are."""
-    precision: torch.dtype = getattr(torch, settings.trainer.options.get("precision", "float32"))
     itemsize = min(precision.itemsize, policy.model.dtype.itemsize)
-    parameters = sum(p.numel() for p in policy.model.parameters())
-    tokens = settings.pack.max_tokens_per_batch or most_tokens(policy.device.type, parameters)
-    every = max(tokens, longest) * policy.model.config.vocab_size * itemsize  # type: ignore[operator]
+    every = most_tokens * policy.model.config.vocab_size * itemsize  # type: ignore[operator]
     return 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type] + min(kept_bytes(policy.device), every)
 
 
