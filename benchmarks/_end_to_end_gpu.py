@@ -5,12 +5,13 @@
 
 Each contender is a process of its own, one after the other: same prompts in the same order, group size, longest answer,
 temperature, bfloat16 products over float32 weights, loss (mean over the step's tokens, importance correction capped, no
-KL), AdamW, learning rate and seed; no group is skipped. `trl-N` goes through N rollouts at a time, with the fastest
-settings found; `trl-docs` is what TRL's documentation shows: its defaults, 8 at a time, activations recomputed;
-`podium-overlap` samples the next step while it trains this one (`run.max_lag = 1`), so each of the two takes longer
-and the step less than their sum. What was measured before stays in the results file, so a model or a contender can be
-measured by itself. A step's time is from the end of the step before it to its own end. Memory is what the whole GPU has
-given away, at its highest.
+KL), AdamW, learning rate and seed; no group is skipped. Podium computes a prompt once for its group in training too
+(`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with the fastest settings found; `trl-docs` is what
+TRL's documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
+while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum. What was
+measured before stays in the results file, so a model or a contender can be measured by itself. A step's time is from
+the end of the step before it to its own end. Memory is what the whole GPU has given away, at its highest. MFU counts
+the tokens that passed through the model, padding aside.
 
 `smollm2-135m` is the real model (a folder, `--smollm2`), scored by the arithmetic reward. The others have random
 weights of a real model's shape and the first one's tokenizer; their answers run to the limit and are scored by a hash
@@ -167,6 +168,7 @@ def summarise(steps: Sequence[Step], warmup: int, threshold: float | None) -> di
         "training_s_median": median(step["training_s"] for step in own),
         "generated_tokens_per_s": sum(s["generated_tokens"] for s in own) / sum(s["generation_s"] for s in own),
         "trained_tokens_per_s": sum(s["trained_tokens"] for s in own) / sum(s["training_s"] for s in own),
+        "passed_tokens_per_s": sum(s["passed_tokens"] for s in own) / sum(s["training_s"] for s in own),
         "generated_tokens_mean": fmean(step["generated_tokens"] for step in own),
         "trained_tokens_mean": fmean(step["trained_tokens"] for step in own),
         "mismatch_abs_mean": fmean(step["mismatch"] for step in own),
@@ -233,7 +235,8 @@ def table(model: str, measured: Mapping[str, Any]) -> str:
     for name, told in measured["contenders"].items():
         facts = dict(told)
         if "trained_tokens_per_s" in facts:
-            facts["mfu"] = 6 * measured.get("parameters", 0) * facts["trained_tokens_per_s"] / PEAK_FLOPS
+            passed = facts.get("passed_tokens_per_s", facts["trained_tokens_per_s"])
+            facts["mfu"] = 6 * measured.get("parameters", 0) * passed / PEAK_FLOPS
         cells = ["failed"] if "failed" in facts else [form.format(facts[key]) for key, form in columns.values()]
         lines.append(f"{name:<14}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join([*lines, f"ratios: {measured.get('ratios')}"])
@@ -349,6 +352,7 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
             "rollout": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens, "system": SYSTEM},
             "engine": vllm if variant == "-vllm" else {"name": "inprocess"},
             "filter": {"drop_no_signal": False},
+            "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE, "precision": "bfloat16"},
             "checkpoint": {"every": 0, "keep": 1},
             "report": [{"name": f"{here}:Clock"}],
@@ -364,14 +368,16 @@ class Clock:
 
     def write(self, report: Any) -> None:
         now, metrics = time.perf_counter(), report.metrics
-        rollouts = sum(len(group.rollouts) for group in report.groups)
+        rollouts = [(group.prompt, rollout) for group in report.groups for rollout in group.rollouts]
+        generated = sum(len(rollout.token_ids) for _, rollout in rollouts)
         tell(
             {
                 "seconds": now - self._last,
                 "generation_s": metrics["time/engine_s"],
                 "training_s": metrics["time/train_s"],
-                "generated_tokens": round(metrics["rollout/length_mean"] * rollouts),
-                "trained_tokens": metrics["pack/tokens"],
+                "generated_tokens": generated,
+                "trained_tokens": generated + sum(len(prompt.token_ids) for prompt, _ in rollouts),
+                "passed_tokens": metrics["pack/tokens"],
                 "updates": metrics["optim/updates"],
                 "reward": metrics["reward/mean"],
                 "mismatch": metrics["mismatch/abs_mean"],
@@ -493,7 +499,8 @@ def make_trl_clock(work: Workload) -> Any:
                 )
             generated = sum(map(len, completion_ids))
             trained = generated + sum(prompt_tokens)
-            self._facts = {"reward": fmean(rewards), "generated_tokens": generated, "trained_tokens": trained}
+            counts = {"generated_tokens": generated, "trained_tokens": trained, "passed_tokens": trained}
+            self._facts = {"reward": fmean(rewards), **counts}
             return rewards
 
         def on_train_begin(self, args, state, control, **others) -> None:

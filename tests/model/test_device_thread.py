@@ -30,22 +30,91 @@ def test_the_next_item_is_made_while_this_one_is_used() -> None:
     assert asyncio.run(use()) == [1, 2]
 
 
+def test_a_busy_event_loop_does_not_keep_the_items_waiting() -> None:
+    third = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield from (1, 2)
+        third.set()
+        yield 3
+
+    async def use() -> list[int]:
+        found = []
+        async for item in SHARED.made_ahead(items()):
+            assert third.wait(10), "nothing is made while the event loop is busy"
+            found.append(item)
+        return found
+
+    assert asyncio.run(use()) == [1, 2, 3]
+
+
+def test_calls_of_others_come_between_two_items() -> None:
+    order: list[str] = []
+    asked, going_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[None]:
+        asked.set()
+        going_on.wait(10)
+        for number in range(3):
+            order.append(f"item {number}")
+            yield
+
+    async def use() -> None:
+        async def ask() -> None:
+            await asyncio.to_thread(asked.wait, 10)
+            call = asyncio.ensure_future(SHARED.run(order.append, "call"))
+            await asyncio.sleep(0)  # it is in the queue
+            going_on.set()
+            await call
+
+        asking = asyncio.ensure_future(ask())
+        async for _ in SHARED.made_ahead(items()):
+            pass
+        await asking
+
+    asyncio.run(use())
+    assert order == ["item 0", "call", "item 1", "item 2"]
+
+
+def test_what_breaks_the_making_is_raised_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    async def use() -> None:
+        async for item in SHARED.made_ahead(items()):
+            found.append(item)
+
+    found: list[int] = []
+    with pytest.raises(ValueError, match="broken"):
+        asyncio.run(use())
+    assert found == [1]
+
+
 def test_given_up_it_waits_for_the_item_under_way_and_makes_no_more() -> None:
-    made = []
+    began, going_on, made = threading.Event(), threading.Event(), []
 
     def items() -> Iterator[int]:
         for number in range(100):
+            if number == 1:
+                began.set()
+                going_on.wait(10)
             made.append(number)
             yield number
 
-    async def use() -> int:
+    async def use() -> None:
         ahead = SHARED.made_ahead(items())
-        async for item in ahead:
-            await ahead.aclose()
-            return len(made) + 0 * item
-        raise AssertionError("no item")
+        async for _ in ahead:
+            began.wait(10)
+            closing = asyncio.ensure_future(ahead.aclose())
+            await asyncio.sleep(0.1)
+            assert not closing.done()
+            going_on.set()
+            await closing
+            return
 
-    assert asyncio.run(use()) == len(made) == 2
+    asyncio.run(use())
+    assert made == [0, 1]
 
 
 def test_calls_on_one_thread_follow_each_other_and_two_threads_work_at_the_same_time() -> None:

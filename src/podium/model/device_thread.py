@@ -47,14 +47,35 @@ class DeviceThread:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def made_ahead(self, items: Iterator[T]) -> AsyncGenerator[T]:
-        """Each item while the next is being made: whoever uses them does not keep the device waiting."""
-        upcoming = asyncio.ensure_future(self.run(next, items, _END))
+        """Each item as soon as it is made. The thread goes on to the next one by itself, so whoever uses them, or keeps
+        the event loop busy, does not keep the device waiting; calls of others come between two items."""
+        loop, made, stopped = asyncio.get_running_loop(), asyncio.Queue[T](), threading.Event()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def make() -> None:
+            item, failure = _END, None
+            try:
+                with self.busy:
+                    item = _END if stopped.is_set() else next(items, _END)
+                if item is not _END:
+                    self._pool.submit(make)
+            except BaseException as error:
+                item, failure = _END, error
+            loop.call_soon_threadsafe(take, item, failure)
+
+        def take(item: T, failure: BaseException | None) -> None:
+            made.put_nowait(item)
+            if item is _END:
+                ended.set_result(None) if failure is None else ended.set_exception(failure)
+
+        self._pool.submit(make)
         try:
-            while (item := await upcoming) is not _END:
-                upcoming = asyncio.ensure_future(self.run(next, items, _END))
+            while (item := await made.get()) is not _END:
                 yield item
+            await ended  # raises what broke it
         finally:
-            await asyncio.wait([upcoming])  # the iterator may be closed only when it stands still
+            stopped.set()
+            await asyncio.wait([ended])  # the iterator may be closed only when it stands still
 
     def close(self) -> None:
         """What was asked for is run to its end; nothing can be asked any more."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,9 @@ class Jsonl:
 
 def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
     """One line a rollout, by (ordinal, sample index, policy version)."""
+    sampled = [rollout.rollout_logprobs for group in report.groups for rollout in group.rollouts]
+    seen = [_policy_logprobs(report, group, index) for group in report.groups for index in range(len(group.rollouts))]
+    logprobs, gaps = _to_digits(sampled, 6), _logprob_gaps(seen, sampled)
     for group in report.groups:
         for index, rollout in enumerate(group.rollouts):
             yield {
@@ -60,8 +64,8 @@ def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
                 **judged(group, index),
                 "advantage": round(group.advantages[index], 6),
                 "token_ids": list(rollout.token_ids),
-                "logprobs": _to_digits(rollout.rollout_logprobs, 6),
-                **_logprob_gaps(report, group, index),
+                "logprobs": next(logprobs),
+                **next(gaps),
             }
 
 
@@ -90,20 +94,33 @@ def judged(group: Group, index: int) -> dict[str, Any]:
     }
 
 
-def _logprob_gaps(report: StepReport, group: Group, index: int) -> dict[str, list[float]]:
-    """The trainer's logprob of each token minus the sampler's, where the rollout was trained and all are finite. Five
-    digits are enough to see a gap."""
-    rollout = group.rollouts[index]
-    policy = report.policy_logprobs.get((group.prompt.ordinal, rollout.digest))
-    if policy is None or group.rewards[index] is None or not all(map(math.isfinite, policy)):
-        return {}
-    assert len(policy) == len(rollout.rollout_logprobs)
-    return {"logprob_gaps": _to_digits(np.subtract(policy, rollout.rollout_logprobs), 5)}
+def _policy_logprobs(report: StepReport, group: Group, index: int) -> Sequence[float] | None:
+    """The trainer's, where the rollout was trained and all are finite."""
+    policy = report.policy_logprobs.get((group.prompt.ordinal, group.rollouts[index].digest))
+    is_told = policy is not None and group.rewards[index] is not None and all(map(math.isfinite, policy))
+    return policy if is_told else None
 
 
-def _to_digits(values: Sequence[float] | np.ndarray, digits: int) -> list[float]:
-    """Behind the point; all at once, which is seven times as fast as one by one. + 0.0 turns −0.0 into 0.0."""
-    return (np.round(np.asarray(values, dtype=np.float64), digits) + 0.0).tolist()
+def _logprob_gaps(
+    seen: Sequence[Sequence[float] | None], sampled: Sequence[Sequence[float]]
+) -> Iterator[dict[str, list[float]]]:
+    """Of each rollout, the trainer's logprobs minus the sampler's. Five digits are enough to see a gap."""
+    both = [(policy, own) for policy, own in zip(seen, sampled, strict=True) if policy is not None]
+    assert all(len(policy) == len(own) for policy, own in both)
+    gaps = _to_digits([policy for policy, _ in both], 5, minus=[own for _, own in both])
+    return ({} if policy is None else {"logprob_gaps": next(gaps)} for policy in seen)
+
+
+def _to_digits(
+    lists: Sequence[Sequence[float]], digits: int, minus: Sequence[Sequence[float]] = ()
+) -> Iterator[list[float]]:
+    """Each list, or its difference to another, with so many digits behind the point. All numbers at once, which is many
+    times as fast as one by one. + 0.0 turns −0.0 into 0.0."""
+    flat = np.fromiter(chain.from_iterable(lists), np.float64)
+    if minus:
+        flat -= np.fromiter(chain.from_iterable(minus), np.float64)
+    numbers = iter((np.round(flat, digits) + 0.0).tolist())
+    return (list(islice(numbers, len(values))) for values in lists)
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
