@@ -40,3 +40,15 @@ def test_in_half_precision_only_the_products_round() -> None:
         grads.append([leaf.grad.double().cpu() for leaf in leaves])
     for found, expected in zip(*grads, strict=True):
         assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+def test_the_kernel_has_one_form_however_many_rows_there_are() -> None:
+    """Where a chunk's targets and results begin depends on it."""
+    from podium.model.softmax_kernel import _softmax_rows, softmax_rows
+
+    def forms_after(rows: int, begin: int) -> int:
+        targets = torch.zeros(begin + rows, dtype=torch.long, device="cuda")[begin:]
+        softmax_rows(torch.randn(rows, 512, device="cuda"), targets, 1.0, None, None)
+        return len(_softmax_rows.device_caches[torch.cuda.current_device()][0])
+
+    assert len({forms_after(rows, begin) for rows, begin in ((4, 0), (5, 0), (6, 1), (16, 1))}) == 1

@@ -15,7 +15,7 @@ BLOCK = 4096
 NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets", "logprobs", "entropies"])  # else it is compiled for each case
 def _softmax_rows(
     logits, targets, logprobs, entropies, gradients,
     width, inverse_temperature, inverse_softcap,
