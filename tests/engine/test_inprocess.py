@@ -8,6 +8,7 @@ import torch
 
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
+from podium.model.device_thread import SHARED
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
 from podium.records import Answer, Request, Sampling
@@ -250,6 +251,20 @@ def test_a_snapshot_stays_until_the_next_load() -> None:
     asyncio.run(engine.load_weights(fresh.named_weights(), 1))
     assert asyncio.run(engine.score(probe)) == pytest.approx(sequence_logprobs(fresh.model, probe), abs=1e-5)
     assert engine.policy_version == 1
+
+
+def test_the_version_changes_with_the_weights_however_busy_the_event_loop_is() -> None:
+    engine = Inprocess(policy())
+
+    async def load_and_look() -> int | None:
+        await engine.load_weights(policy().named_weights(), 0)
+        loading = asyncio.ensure_future(engine.load_weights(policy().named_weights(), 1))
+        await asyncio.sleep(0)  # it is asked of the thread
+        seen = SHARED._pool.submit(lambda: engine.policy_version).result(10)  # the event loop stands still meanwhile
+        await loading
+        return seen
+
+    assert asyncio.run(load_and_look()) == 1
 
 
 def test_another_call_gets_its_turn_while_a_long_batch_is_written() -> None:

@@ -2,6 +2,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,6 +75,65 @@ def test_calls_of_others_come_between_two_items() -> None:
 
     asyncio.run(use())
     assert order == ["item 0", "call", "item 1", "item 2"]
+
+
+def test_the_thread_is_held_while_an_item_is_made() -> None:
+    thread = DeviceThread("making")
+
+    def is_free() -> bool:
+        got = thread.busy.acquire(blocking=False)
+        if got:
+            thread.busy.release()
+        return got
+
+    def items() -> Iterator[bool]:
+        with ThreadPoolExecutor(1) as another:
+            yield another.submit(is_free).result(10)
+
+    async def use() -> list[bool]:
+        return [item async for item in thread.made_ahead(items())]
+
+    assert asyncio.run(use()) == [False]
+    thread.close()
+
+
+def test_a_closed_thread_ends_what_it_makes_with_an_error() -> None:
+    thread = DeviceThread("closing")
+
+    def items() -> Iterator[int]:
+        yield 1
+        thread.close()
+        yield 2
+
+    async def use() -> None:
+        async for item in thread.made_ahead(items()):
+            found.append(item)
+
+    found: list[int] = []
+    with pytest.raises(RuntimeError, match="shutdown"):
+        asyncio.run(use())
+    assert found == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the generator has no loop to end on
+def test_a_closed_event_loop_ends_the_making() -> None:
+    made: list[int] = []
+    going_on = threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(50):
+            made.append(number)
+            yield number
+            going_on.wait(10)
+
+    thread, loop = DeviceThread("left"), asyncio.new_event_loop()
+    ahead = thread.made_ahead(items())
+    assert loop.run_until_complete(anext(ahead)) == 0
+    loop.close()
+    going_on.set()
+    thread._pool.submit(lambda: None).result(10)
+    thread._pool.shutdown(wait=True)
+    assert made == [0, 1]
 
 
 def test_what_breaks_the_making_is_raised_after_the_items_before_it() -> None:

@@ -95,6 +95,24 @@ def test_a_rollout_that_was_trained_has_the_trainers_logprobs_less_the_samplers(
     assert "logprob_gaps" not in lines[0]  # JSON has no word for it
 
 
+def test_every_rollout_has_its_own_logprobs_and_gaps() -> None:
+    """Also behind one that was not trained, and an empty one."""
+    written = [(-0.1, -0.2), (-0.3,), (), (-0.4, -0.5, -0.6), (-0.7,)]
+    rollouts = [
+        make_rollout("x", tuple(range(len(own))), rollout_logprobs=own, digest=f"d{number}")
+        for number, own in enumerate(written)
+    ]
+    groups = (
+        make_group((None, 1.0, 0.0), prompt=make_prompt(1), rollouts=tuple(rollouts[:3])),
+        make_group((1.0, 0.0), prompt=make_prompt(2), rollouts=tuple(rollouts[3:])),
+    )
+    made = make_step_report(*groups)
+    seen = {(1, "d0"): (0.0, 0.0), (1, "d1"): (-1.3,), (1, "d2"): (), (2, "d3"): (-2.4, -3.5, -4.6)}
+    lines = list(rollout_lines(StepReport(made.state, made.metrics, made.groups, made.kept, seen)))
+    assert [tuple(line["logprobs"]) for line in lines] == written
+    assert [line.get("logprob_gaps") for line in lines] == [None, [-1.0], [], [-2.0, -3.0, -4.0], None]
+
+
 def test_the_text_of_every_token_is_kept_once(tmp_path: Path) -> None:
     asked: list[int] = []
 

@@ -212,8 +212,7 @@ class Inprocess:
         return found
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        await self._thread.run(self._load_weights, weights)
-        self.policy_version = version
+        await self._thread.run(self._load_weights, weights, version)
 
     async def load_folder(self, folder: Path, version: int) -> None:
         weights = await asyncio.to_thread(read_published, folder, dict(self._expected()), version)
@@ -223,11 +222,13 @@ class Inprocess:
         if self._thread is not SHARED:
             self._thread.close()
 
-    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """The version changes with the weights, on the thread that samples: what it makes next is of the new one."""
         stream = self._thread.stream
         if stream is not None:
             stream.wait_stream(torch.cuda.default_stream(self._device))  # where the trainer has made them
         self._take_weights(weights)
+        self.policy_version = version
         if stream is not None:
             stream.synchronize()  # before the trainer changes them
 

@@ -8,7 +8,7 @@ own has a thread and a stream of its own: there both work at the same time.
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -52,23 +52,31 @@ class DeviceThread:
         loop, made, stopped = asyncio.get_running_loop(), asyncio.Queue[T](), threading.Event()
         ended: asyncio.Future[None] = loop.create_future()
 
-        def make() -> None:
-            item, failure = _END, None
-            try:
-                with self.busy:
-                    item = _END if stopped.is_set() else next(items, _END)
-                if item is not _END:
-                    self._pool.submit(make)
-            except BaseException as error:
-                item, failure = _END, error
-            loop.call_soon_threadsafe(take, item, failure)
+        def make() -> T:
+            with self.busy:
+                return _END if stopped.is_set() else next(items, _END)
+
+        def ask() -> None:
+            self._pool.submit(make).add_done_callback(hand_over)
+
+        def hand_over(done: Future[T]) -> None:
+            failure = done.exception()
+            item = _END if failure else done.result()
+            loop.call_soon_threadsafe(take, item, failure)  # where the loop is closed, this is the end
+            if item is not _END:
+                try:
+                    ask()
+                except RuntimeError as closed:
+                    loop.call_soon_threadsafe(take, _END, closed)
 
         def take(item: T, failure: BaseException | None) -> None:
             made.put_nowait(item)
-            if item is _END:
-                ended.set_result(None) if failure is None else ended.set_exception(failure)
+            if failure is not None:
+                ended.set_exception(failure)
+            elif item is _END:
+                ended.set_result(None)
 
-        self._pool.submit(make)
+        ask()
         try:
             while (item := await made.get()) is not _END:
                 yield item
