@@ -6,8 +6,8 @@
 Each contender is a process of its own, one after the other: same prompts in the same order, group size, longest answer,
 temperature, bfloat16 products over float32 weights, loss (mean over the step's tokens, importance correction capped, no
 KL), AdamW, learning rate and seed; no group is skipped. Podium computes a prompt once for its group in training too
-(`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with the fastest settings found; `trl-docs` is what
-TRL's documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
+(`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with TRL's fastest settings otherwise; `trl-docs` is
+what its documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
 while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum. What was
 measured before stays in the results file, so a model or a contender can be measured by itself. A step's time is from
 the end of the step before it to its own end. Memory is what the whole GPU has given away, at its highest. MFU counts

@@ -1,13 +1,12 @@
-"""How far a policy's logprobs move when nothing but the order of sums changes: the floor of any mismatch in bfloat16.
+"""How far a policy's logprobs move when nothing but the order of sums changes: what of a mismatch no sampler can help.
 
-    python benchmarks/mismatch_floor.py                                   # SmolLM2-135M, a minute on two cores
-    python benchmarks/mismatch_floor.py --models qwen3-0.6b qwen3-1.7b    # random weights of these shapes, five minutes
+    python benchmarks/mismatch_floor.py                                   # SmolLM2-135M, two minutes on two cores
+    python benchmarks/mismatch_floor.py --models qwen3-0.6b qwen3-1.7b    # random weights of these shapes, ten minutes
 
-Sampler and trainer compute the same model in bfloat16 over a float32 residual, in batches of different shapes; so the
-sums inside their matrix products are taken in different orders, and a sum differs by about one part in ten million
-before it is rounded to bfloat16. Here both sides are one program on the CPU, and to the second a relative error of that
-size is added by hand, in every product of the layers. What it does to the logprobs of sampled tokens is the floor: who
-has less computes bit for bit alike.
+Sampler and trainer compute the same model, bfloat16 products over a float32 residual, in batches of different shapes;
+so the sums inside their products are taken in different orders. Here one program on the CPU is both: the linear layers'
+sums are float32 and rounded to bfloat16, and the second time their terms stand in another order. What that does to the
+logprobs is the floor of this arithmetic; who has less sums in the same order, or rounds less.
 """
 
 import argparse
@@ -24,82 +23,93 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from podium.model.smollm2 import smollm2_folder
 
 RESULTS = Path(__file__).parent / "results" / "mismatch_floor_cpu.json"
-ERRORS = (0.0, 1e-7, 1e-5)
-"""Of a product before it is rounded, relative to the size of the products around it; 0 shows that the rest is exact."""
+NUM_ORDERS = 3
 REAL = "smollm2-135m"
+SHAPES = [name for name, work in WORKLOADS.items() if work.shape is not None]
+QUESTIONS = ("What is 47 + 38?", "What is 12 + 80?", "What is 65 + 17?", "What is 31 + 54?")
 ATTENTION = "bfloat16_attention"
+
+Text = tuple[torch.Tensor, torch.Tensor]
+"""Token ids, and for each of the last positions the token whose logprob counts."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=[REAL])
-    parser.add_argument("--answers", type=int, default=4, help="of the real model; of random weights one")
+    parser.add_argument("--models", nargs="+", choices=[REAL, *SHAPES], default=[REAL])
+    parser.add_argument("--answers", type=int, default=2, help="of the real model to each of four questions")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     found: dict[str, Any] = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
     for name in args.models:
         model, texts = real_model(args.answers) if name == REAL else random_model(name)
-        found[name] = {"mean_abs_gap": gaps(model, texts), "date": now(), "versions": versions()}
-        print(name, json.dumps(found[name]["mean_abs_gap"]), flush=True)
+        tokens = sum(len(targets) for _, targets in texts)
+        found[name] = {"mean_abs_gaps": gaps(model, texts), "tokens": tokens, "date": now(), "versions": versions()}
+        print(name, tokens, "tokens:", found[name]["mean_abs_gaps"], flush=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def real_model(num_answers: int) -> tuple[Any, list[torch.Tensor]]:
-    """With answers of its own to one of the benchmark's prompts."""
+def real_model(answers: int) -> tuple[Any, list[Text]]:
+    """With answers of its own; their tokens count."""
     folder = smollm2_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    turns = [SYSTEM_TURN, {"role": "user", "content": "What is 47 + 38?"}]
-    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     texts = []
-    for seed in range(num_answers):
+    for seed, question in enumerate(QUESTIONS * answers):
+        turns = [SYSTEM_TURN, {"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
         torch.manual_seed(seed)
-        texts.append(model.generate(prompt, do_sample=True, top_k=0, min_new_tokens=150, max_new_tokens=200)[0])
+        ids = model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=256)[0]
+        texts.append((ids[:-1], ids[prompt.shape[1] :]))
     return model, texts
 
 
-def random_model(name: str) -> tuple[Any, list[torch.Tensor]]:
-    """With random tokens, as many as an answer may have."""
+@torch.no_grad()
+def random_model(name: str) -> tuple[Any, list[Text]]:
+    """With random tokens, as many as an answer may have; what counts is a token drawn after each of them."""
     torch.manual_seed(0)
     work = WORKLOADS[name]
     assert work.shape is not None
     config = Qwen3Config(**work.shape, tie_word_embeddings=True, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model, [torch.randint(0, work.shape["vocab_size"], (work.max_new_tokens,))]
+    ids = torch.randint(0, work.shape["vocab_size"], (work.max_new_tokens,))
+    drawn = torch.multinomial(model(input_ids=ids[None]).logits[0].softmax(-1), 1)[:, 0]
+    return model, [(ids, drawn)]
 
 
 @torch.no_grad()
-def gaps(model: Any, texts: list[torch.Tensor]) -> dict[str, float]:
-    """By error: the mean distance of a drawn token's logprob from that without one."""
+def gaps(model: Any, texts: list[Text]) -> list[float]:
+    """For each of several orders, the mean distance of a token's logprob from that with the terms as they stand."""
     model.eval().set_attn_implementation(ATTENTION)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             module.forward = types.MethodType(product, module)
-    totals = dict.fromkeys(map(str, ERRORS), 0.0)
-    count = sum(map(len, texts))
-    for number, text in enumerate(texts):
-        plain = logprobs(model, text, 0.0)
-        torch.manual_seed(number)
-        drawn = torch.multinomial(plain.exp(), 1)
-        for error in ERRORS:
-            other = logprobs(model, text, error)
-            totals[str(error)] += float((other - plain).gather(1, drawn).abs().sum()) / count
-    return {error: round(total, 6) for error, total in totals.items()}
+    plain = torch.cat([logprobs(model, *text, order=None) for text in texts])
+    assert torch.equal(plain, torch.cat([logprobs(model, *text, order=None) for text in texts])), "not reproducible"
+    found = []
+    for order in range(NUM_ORDERS):
+        other = torch.cat([logprobs(model, *text, order=order) for text in texts])
+        found.append(round(float((other - plain).abs().mean()), 6))
+    return found
 
 
-def logprobs(model: Any, text: torch.Tensor, error: float) -> torch.Tensor:
-    """`[tokens, vocabulary]`"""
-    product.error = error  # type: ignore[attr-defined]
-    states = model.get_decoder()(input_ids=text[None], use_cache=False).last_hidden_state[0]
-    head = model.get_output_embeddings().weight
-    return (rounded(states) @ rounded(head).T).log_softmax(-1)
+def logprobs(model: Any, ids: torch.Tensor, targets: torch.Tensor, order: int | None) -> torch.Tensor:
+    """Of the targets, which are those of the last positions."""
+    product.order = order  # type: ignore[attr-defined]
+    states = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0, -len(targets) :]
+    logits = rounded(states) @ rounded(model.get_output_embeddings().weight).T
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def product(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Of operands in bfloat16, summed in float32 and rounded, as a GPU does it."""
-    made = rounded(x) @ rounded(self.weight).T
-    error = product.error  # type: ignore[attr-defined]
-    return (made + error * made.abs().mean() * torch.randn_like(made) if error else made).bfloat16()
+    order = product.order  # type: ignore[attr-defined]
+    a, b = rounded(x), rounded(self.weight)
+    if order is not None:
+        places = torch.randperm(a.shape[-1], generator=torch.Generator().manual_seed(order))
+        a, b = a[..., places], b[:, places]
+    return (a @ b.T).bfloat16()
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -514,6 +514,21 @@ def test_check_shows_data_rewards_and_memory_and_writes_nothing(here: Path, caps
     assert snapshot(here) == before
 
 
+def test_check_of_a_reward_that_raises_tells_everything_else_too(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "bad.py").write_text("def raises(prompt, rollout) -> float:\n    return [][0]\n")
+    settings = (here / "good.toml").read_text()
+    (here / "bad.toml").write_text(re.sub(r'(\[\[reward\]\]\s+name = )"[^"]*"', r'\1"bad.py:raises"', settings))
+    assert cli.main(["check", "bad.toml"]) == 2
+    out = capsys.readouterr().out
+    assert re.search(r"^reward dry-run: problem$", out, re.MULTILINE)
+    assert "failed: bad.py:raises: IndexError: list index out of range (×2)" in out
+    assert "problem: 4 of 4 reward calls gave no number, more than scoring.max_failed_share = 0.1" in out
+    assert re.search(r"^time: (ok|note)$", out, re.MULTILINE)
+    assert out.endswith("1 to mend before `podium train`\n")
+
+
 def test_check_notes_that_a_step_is_larger_than_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "good.toml", "--run.prompts_per_step=9"]) == 0
     note = "note: a step draws 9 prompts and a pass has 8: the same prompt comes twice in a step"

@@ -17,7 +17,7 @@ from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
 from podium.model.load import Policy, load_policy
 from podium.records import Group
-from podium.reward._scoring import Scoring
+from podium.reward._scoring import Scoring, too_many_failed
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     build_advantages,
@@ -82,7 +82,7 @@ def check(settings: Settings) -> tuple[str, bool]:
         Part("settings", _settings_lines(settings), _settings_notes(settings)),
         Part("data", data_lines(data, policy.tokenizer, "data"), _data_notes(settings, data)),
         *([Part("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
-        Part("reward dry-run", [line for group in groups for line in _group_lines(group)], _reward_notes(groups)),
+        _reward_part(settings, groups),
         Part("memory", _memory_lines(settings, memory), (), _memory_problems(memory)),
         _time_part(settings, data, groups, trial),
     ]
@@ -99,7 +99,8 @@ async def _dry_run(
     with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
-        groups = await held_out_groups(rollout, scoring.for_evaluation(), data.in_order(DRY_RUN_PROMPTS))
+        every_failure = scoring.for_evaluation(max_failed_share=1.0)
+        groups = await held_out_groups(rollout, every_failure, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
         trial = None if memory.total > memory.device else await run_trial(settings, policy, engine, a_step, memory)
     return build_advantages(settings)(groups), trial
@@ -135,6 +136,12 @@ def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
             "rollout.max_new_tokens if they should be"
         )
     return notes
+
+
+def _reward_part(settings: Settings, groups: Sequence[Group]) -> Part:
+    lines = [line for group in groups for line in _group_lines(group)]
+    problem = too_many_failed(groups, settings.scoring.max_failed_share)
+    return Part("reward dry-run", lines, _reward_notes(groups), [problem] if problem else ())
 
 
 def _reward_notes(groups: Sequence[Group]) -> list[str]:

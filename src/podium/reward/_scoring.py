@@ -52,9 +52,10 @@ class Scoring:
         self._score = elsewhere or self.score
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
 
-    def for_evaluation(self) -> "Scoring":
+    def for_evaluation(self, max_failed_share: float | None = None) -> "Scoring":
         """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
-        limits = (sys.maxsize, self._max_failed_share, self._non_stop_penalty)
+        share = self._max_failed_share if max_failed_share is None else max_failed_share
+        limits = (sys.maxsize, share, self._non_stop_penalty)
         return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap, self._score)
 
     def scored_by(self, score: Callable[[Group], Coroutine[Any, Any, Group]]) -> "Scoring":
@@ -167,15 +168,23 @@ class Scoring:
 
     def _check_share(self, step: Sequence[Group]) -> None:
         """Stops the run if too many calls of a step gave no number."""
-        values = [value for each in step for part in each.reward_parts for value in part.values()]
-        failed = sum(value is None for value in values)
-        if failed > self._max_failed_share * len(values):
-            failures: Counter[str] = sum((Counter(each.reward_failures) for each in step), Counter())
-            reasons = "; ".join(f"{reason} (×{count})" for reason, count in failures.most_common(3))
-            raise RewardFailedError(
-                f"{failed} of {len(values)} reward calls gave no number, more than "
-                f"scoring.max_failed_share = {self._max_failed_share}: {reasons or 'they abstained'}"
-            )
+        if reason := too_many_failed(step, self._max_failed_share):
+            raise RewardFailedError(reason)
+
+
+def too_many_failed(groups: Sequence[Group], max_failed_share: float) -> str:
+    """What to tell if more of the groups' reward calls gave no number than may; else nothing."""
+    values = [value for each in groups for part in each.reward_parts for value in part.values()]
+    failed = sum(value is None for value in values)
+    if failed <= max_failed_share * len(values):
+        return ""
+    failures: Counter[str] = sum((Counter(each.reward_failures) for each in groups), Counter())
+    reasons = "; ".join(f"{reason} (×{count})" for reason, count in failures.most_common(3))
+    return (
+        f"{failed} of {len(values)} reward calls gave no number, more than scoring.max_failed_share = "
+        f"{max_failed_share}: {reasons or 'they abstained'}. Mend the reward (`podium check SETTINGS --rewards` shows "
+        "what it makes of right and wrong answers), or raise that share"
+    )
 
 
 def _penalised(group: Group, penalty: float) -> Group:
