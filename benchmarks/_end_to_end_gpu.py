@@ -197,8 +197,12 @@ def seconds_to(threshold: float | None, steps: Sequence[Step]) -> float | None:
 
 
 def ratios(contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Podium's in-process engine against the best TRL setting, and against vLLM's tokens a second anywhere here."""
+    """Podium's in-process engine against the best TRL setting, and against vLLM's tokens a second anywhere here.
+
+    Of what ran on one machine, since machines differ.
+    """
     ran = {name: each for name, each in contenders.items() if "failed" not in each}
+    ran = {name: each for name, each in ran.items() if "podium" in ran and on_one_machine(each, ran["podium"])}
     trl = [each for name, each in ran.items() if name.startswith("trl")]
     with_vllm = [each for name, each in ran.items() if name not in ("podium", "podium-overlap")]
     if "podium" not in ran or not with_vllm:
@@ -215,6 +219,11 @@ def ratios(contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         if "podium-overlap" in ran:
             made["step_seconds_overlapped"] = best["seconds_median"] / ran["podium-overlap"]["seconds_median"]
     return {name: round(value, 3) for name, value in made.items()}
+
+
+def on_one_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """As far as is known: earlier rows do not tell."""
+    return one["versions"].get("gpu_id") == other["versions"].get("gpu_id")
 
 
 def table(model: str, measured: Mapping[str, Any]) -> str:
@@ -278,6 +287,8 @@ def versions() -> dict[str, str]:
         "podium": podium.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
+    if torch.cuda.is_available():
+        found["gpu_id"] = str(getattr(torch.cuda.get_device_properties(0), "uuid", "unknown"))[:8]
     for name in ("torch", "transformers", "trl", "vllm", "triton"):
         try:
             found[name] = version(name)

@@ -12,6 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from _end_to_end_gpu import on_one_machine
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "images"
@@ -64,15 +66,16 @@ def ran(model: Model) -> dict[str, Any]:
 
 
 def table(models: Mapping[str, Model]) -> str:
-    """Markdown; `TRL / this` is against the fastest TRL of the same model."""
+    """Markdown; `TRL / this` is against the fastest TRL of the same model on the same machine."""
     lines = [
         "| model, rollouts × tokens | | s/step | TRL / this | generated tokens/s | peak GB | logprob mismatch |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, model in models.items():
         work, contenders = model["workload"], ran(model)
-        trl = [facts["seconds_median"] for contender, facts in contenders.items() if contender.startswith("trl-")]
         for contender, facts in contenders.items():
+            beside = {name: other for name, other in contenders.items() if on_one_machine(facts, other)}
+            trl = [other["seconds_median"] for name, other in beside.items() if name.startswith("trl-")]
             ratio = f"{min(trl) / facts['seconds_median']:.1f}" if trl else "–"
             lines.append(
                 f"| {name}, {work['prompts_per_step'] * 8} × {work['max_new_tokens']} | {title(contender)} "
