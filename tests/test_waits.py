@@ -22,6 +22,8 @@ ALLOWED = {
     "clock.py: queue.get()": "the loop's own wait for groups, which the watchdog limits",
     "engine/_vllm_steps.py: inbox.get()": "the same, inside the engine",
     "engine/vllm_server.py: ready.get()": "the same; its requests have limits of their own",
+    "model/device_thread.py: done.result()": "the call is done",
+    "model/device_thread.py: made.get()": "the loop's own wait for groups, which the watchdog limits",
     "engine/_cuda/continuous.py: fetched.wait()": "for the device; the watchdog limits it",
     "engine/_cuda/continuous.py: look.wait()": "for the device; the watchdog limits it",
     "engine/_pool/dispatch.py: arrived.get()": "the loop's own wait for groups, which the watchdog limits",

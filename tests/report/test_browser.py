@@ -342,9 +342,9 @@ def test_runs_lie_over_one_another_and_their_settings_are_compared(
     page.uncheck("#run-1")
     assert page.locator(".chart", has_text="Mean reward").locator("path.curve").count() == 1
     page.locator("#runs-table a", has_text="two").click()
-    assert page.title() == "9/9 two: grpo on embedded"
+    playwright.expect(page).to_have_title("9/9 two: grpo on embedded")
     page.locator("header a", has_text="runs").click()
-    assert page.title() == "2 runs"
+    playwright.expect(page).to_have_title("2 runs")
 
 
 @pytest.mark.timeout(600)
