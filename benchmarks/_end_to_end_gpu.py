@@ -254,19 +254,25 @@ def table(model: str, measured: Mapping[str, Any]) -> str:
 def random_model(model: str, tokenizer: Path, scratch: str) -> Path:
     """A folder with random weights of the model's shape, in bfloat16 as such models are published."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    shape = WORKLOADS[model].shape
-    assert shape is not None
     torch.manual_seed(SEED)
-    config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=4096, dtype=torch.bfloat16)
     with torch.device("cuda"):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        made = AutoModelForCausalLM.from_config(config_of(WORKLOADS[model]), dtype=torch.bfloat16)
     made.save_pretrained(scratch)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(scratch)
     del made
     torch.cuda.empty_cache()
     return Path(scratch)
+
+
+def config_of(work: Workload) -> Any:
+    """Of a model of this shape."""
+    import torch
+    from transformers import Qwen3Config
+
+    assert work.shape is not None
+    return Qwen3Config(**work.shape, tie_word_embeddings=True, max_position_embeddings=4096, dtype=torch.bfloat16)
 
 
 def count_parameters(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """How far a policy's logprobs move when nothing but the order of sums changes: what of a mismatch no sampler can help.
 
     python benchmarks/mismatch_floor.py                                   # SmolLM2-135M, two minutes on two cores
-    python benchmarks/mismatch_floor.py --models qwen3-0.6b qwen3-1.7b    # random weights of these shapes, ten minutes
+    python benchmarks/mismatch_floor.py --models qwen3-0.6b qwen3-1.7b    # random weights of these shapes, five minutes
 
 Sampler and trainer compute the same model, bfloat16 products over a float32 residual, in batches of different shapes;
 so the sums inside their products are taken in different orders. Here one program on the CPU is both: the linear layers'
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _end_to_end_gpu import SYSTEM_TURN, WORKLOADS, now, versions
+from _end_to_end_gpu import SYSTEM_TURN, WORKLOADS, config_of, now, versions
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from podium.model.smollm2 import smollm2_folder
 
@@ -69,11 +69,9 @@ def real_model(answers: int) -> tuple[Any, list[Text]]:
 def random_model(name: str) -> tuple[Any, list[Text]]:
     """With random tokens, as many as an answer may have; what counts is a token drawn after each of them."""
     torch.manual_seed(0)
-    work = WORKLOADS[name]
-    assert work.shape is not None
-    config = Qwen3Config(**work.shape, tie_word_embeddings=True, max_position_embeddings=4096)
+    config = config_of(WORKLOADS[name])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    ids = torch.randint(0, work.shape["vocab_size"], (work.max_new_tokens,))
+    ids = torch.randint(0, config.vocab_size, (WORKLOADS[name].max_new_tokens,))
     drawn = torch.multinomial(model(input_ids=ids[None]).logits[0].softmax(-1), 1)[:, 0]
     return model, [(ids, drawn)]
 

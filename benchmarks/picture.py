@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from _end_to_end_gpu import on_one_machine
+from _end_to_end_gpu import TRL_AS_DOCUMENTED, on_one_machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,7 +52,7 @@ def with_table(page: str, made: str) -> str:
 
 
 def title(contender: str) -> str:
-    if contender == "trl-docs":
+    if contender == TRL_AS_DOCUMENTED:
         return "TRL, vLLM colocated, as documented"
     if contender.startswith("trl-"):
         return f"TRL, vLLM colocated, {contender.removeprefix('trl-')} at a time"
@@ -74,8 +74,8 @@ def table(models: Mapping[str, Model]) -> str:
     for name, model in models.items():
         work, contenders = model["workload"], ran(model)
         for contender, facts in contenders.items():
-            beside = {name: other for name, other in contenders.items() if on_one_machine(facts, other)}
-            trl = [other["seconds_median"] for name, other in beside.items() if name.startswith("trl-")]
+            beside = [rival for rival, other in contenders.items() if on_one_machine(facts, other)]
+            trl = [contenders[rival]["seconds_median"] for rival in beside if rival.startswith("trl-")]
             ratio = f"{min(trl) / facts['seconds_median']:.1f}" if trl else "–"
             lines.append(
                 f"| {name}, {work['prompts_per_step'] * 8} × {work['max_new_tokens']} | {title(contender)} "

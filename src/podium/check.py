@@ -99,8 +99,8 @@ async def _dry_run(
     with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
-        every_failure = scoring.for_evaluation(max_failed_share=1.0)
-        groups = await held_out_groups(rollout, every_failure, data.in_order(DRY_RUN_PROMPTS))
+        patient = scoring.for_evaluation(max_failed_share=1.0)  # what fails is told, it ends nothing
+        groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
         trial = None if memory.total > memory.device else await run_trial(settings, policy, engine, a_step, memory)
     return build_advantages(settings)(groups), trial

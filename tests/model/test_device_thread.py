@@ -1,9 +1,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch._dynamo
@@ -11,6 +11,13 @@ import torch._functorch.config
 
 from podium.model.device_thread import SHARED, DeviceThread
 from podium.model.fused import SAVED_SHARE
+
+T = TypeVar("T")
+
+
+async def take(items: AsyncIterator[T], found: list[T]) -> None:
+    async for item in items:
+        found.append(item)
 
 
 def test_the_next_item_is_made_while_this_one_is_used() -> None:
@@ -90,10 +97,9 @@ def test_the_thread_is_held_while_an_item_is_made() -> None:
         with ThreadPoolExecutor(1) as another:
             yield another.submit(is_free).result(10)
 
-    async def use() -> list[bool]:
-        return [item async for item in thread.made_ahead(items())]
-
-    assert asyncio.run(use()) == [False]
+    found: list[bool] = []
+    asyncio.run(take(thread.made_ahead(items()), found))
+    assert found == [False]
     thread.close()
 
 
@@ -105,13 +111,9 @@ def test_a_closed_thread_ends_what_it_makes_with_an_error() -> None:
         thread.close()
         yield 2
 
-    async def use() -> None:
-        async for item in thread.made_ahead(items()):
-            found.append(item)
-
     found: list[int] = []
     with pytest.raises(RuntimeError, match="shutdown"):
-        asyncio.run(use())
+        asyncio.run(take(thread.made_ahead(items()), found))
     assert found == [1, 2]
 
 
@@ -141,13 +143,9 @@ def test_what_breaks_the_making_is_raised_after_the_items_before_it() -> None:
         yield 1
         raise ValueError("broken")
 
-    async def use() -> None:
-        async for item in SHARED.made_ahead(items()):
-            found.append(item)
-
     found: list[int] = []
     with pytest.raises(ValueError, match="broken"):
-        asyncio.run(use())
+        asyncio.run(take(SHARED.made_ahead(items()), found))
     assert found == [1]
 
 

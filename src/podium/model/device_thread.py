@@ -61,7 +61,7 @@ class DeviceThread:
 
         def hand_over(done: Future[T]) -> None:
             failure = done.exception()
-            item = _END if failure else done.result()
+            item = done.result() if failure is None else _END
             loop.call_soon_threadsafe(take, item, failure)  # where the loop is closed, this is the end
             if item is not _END:
                 try:

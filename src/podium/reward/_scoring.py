@@ -53,7 +53,8 @@ class Scoring:
         self._styles: dict[str, Style] = {name: style_of(reward.function) for name, reward in by_name.items()}
 
     def for_evaluation(self, max_failed_share: float | None = None) -> "Scoring":
-        """The same rewards; the share of failed ones is taken over a whole evaluation, which may be small."""
+        """The same rewards; the share of failed ones, by default as many as in a run, is taken over a whole evaluation,
+        which may be small."""
         share = self._max_failed_share if max_failed_share is None else max_failed_share
         limits = (sys.maxsize, share, self._non_stop_penalty)
         return Scoring(self._by_name, self._default, *limits, self._workers, self._scale, self._remap, self._score)
