@@ -22,6 +22,8 @@ MAX_LAG = 2
 ROWS = 12
 STOP_EVERY = 8
 """One in eight workers, the third of an attempt first, is frozen instead of killed."""
+MAX_AIM_S = 2.0
+"""The run may have just ended, or wait for a frozen worker."""
 RESUMES = 5
 
 
@@ -101,6 +103,8 @@ class Assault:
             fresh = {name: pid for name, pid in living(events(self.folder)[past:]).items() if name not in struck}
             if len(fresh) > 1:  # one is left to go on
                 name = self.rng.choice(sorted(fresh))
+                if len(struck) % 2 or not events(self.folder, "redispatched"):
+                    self._await_sampling()
                 struck[name] = "SIGSTOP" if len(struck) % STOP_EVERY == 2 else "SIGKILL"
                 with suppress(ProcessLookupError):  # the run ended just now
                     os.kill(fresh[name], signal.Signals[struck[name]])
@@ -109,6 +113,12 @@ class Assault:
         for name, kind in struck.items():
             self.crashes[kind] += ("killed by SIGKILL" if kind == "SIGKILL" else "frozen") in reasons.get(name, "")
         self.redispatched += sum(event["event"] == "redispatched" for event in log)
+
+    def _await_sampling(self) -> None:
+        """Until prompts have just gone to the workers: a strike then often hits the middle of a rollout."""
+        before, end = len(events(self.folder, "sampling")), time.monotonic() + MAX_AIM_S
+        while len(events(self.folder, "sampling")) == before and time.monotonic() < end:
+            time.sleep(0.002)
 
 
 def living(log: list[dict[str, Any]]) -> dict[str, int]:
