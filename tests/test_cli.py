@@ -523,7 +523,7 @@ def test_check_of_a_reward_that_raises_tells_everything_else_too(
     assert cli.main(["check", "bad.toml"]) == 2
     out = capsys.readouterr().out
     assert re.search(r"^reward dry-run: problem$", out, re.MULTILINE)
-    assert "failed: bad.py:raises: IndexError: list index out of range (×2)" in out
+    assert "failed: bad.py:raises: IndexError at bad.py:2: list index out of range (×2)" in out
     assert "problem: 4 of 4 reward calls gave no number, more than scoring.max_failed_share = 0.1" in out
     assert re.search(r"^time: (ok|note)$", out, re.MULTILINE)
     assert out.endswith("1 to mend before `podium train`\n")

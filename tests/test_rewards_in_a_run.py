@@ -124,7 +124,9 @@ def test_above_the_allowed_share_the_reasons_are_told(here: Path, capsys: pytest
     assert main(["train", settings]) == 1
     message = capsys.readouterr().err
     assert "3 of 16 reward calls gave no number" in message
-    for reason in ("timeout after 0.5 s (×1)", "its process exited with code 0 (×1)", "KeyError: 'nope' (×1)"):
+    line = next(n for n, text in enumerate((here / "rewards.py").read_text().splitlines(), 1) if "nope" in text)
+    raised = f"KeyError at rewards.py:{line}: 'nope' (×1)"
+    for reason in ("timeout after 0.5 s (×1)", "its process exited with code 0 (×1)", raised):
         assert f"rewards.py:unreliable: {reason}" in message
 
 

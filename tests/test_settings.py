@@ -195,7 +195,7 @@ TOP = (
             "loss.name = 'gspp' is not known; did you mean 'gspo'? Valid: cispo, dapo, dro, grpo, gspo, "
             "importance_sampling, mean_logprob, reinforce, sequence, or a 'module:object'",
         ),
-        ({"sync": {"every": 2}}, "sync.every is not an option of Shared; Valid: none"),
+        ({"sync": {"every": 2}}, "sync.every is not an option of shared; Valid: none"),
         (
             {"data": [{}, {"splt": "train"}]},
             "data[1].splt is not an option of arithmetic; did you mean 'split'? Valid: operations, split",
@@ -212,7 +212,7 @@ TOP = (
         ),
         (
             {"report": [{"name": "page", "every": 1}]},
-            "report[0].every is not an option of Page; did you mean 'every_s'? Valid: every_s",
+            "report[0].every is not an option of page; did you mean 'every_s'? Valid: every_s",
         ),
     ],
 )

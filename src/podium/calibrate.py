@@ -17,6 +17,7 @@ from typing import Any
 
 from podium.engine.auto import CANDIDATES
 from podium.errors import InputError
+from podium.model.device_thread import one_team
 from podium.model.load import load_policy
 from podium.processes import die_with_parent
 from podium.runtime._build import build_data, read_sources
@@ -133,6 +134,7 @@ async def try_out(settings: Settings) -> Candidate:
     return Candidate(name, len(prompts) * settings.run.rollouts_per_prompt * tokens / seconds)
 
 
+@one_team()
 def main(name: str, parent: int) -> None:
     """The child: settings from its input, one line with a candidate to its output."""
     die_with_parent(parent)

@@ -15,6 +15,7 @@ from podium.calibrate import without_auto
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
+from podium.model.device_thread import one_team
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring, too_many_failed
@@ -59,6 +60,7 @@ class Part:
         return "\n".join([f"{self.title}: {verdict}", *(f"  {line}" for line in [*self.lines, *said])])
 
 
+@one_team()
 def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:

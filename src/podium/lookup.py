@@ -141,4 +141,6 @@ def _valid(given: str, valid: list[str]) -> str:
 
 
 def _title(thing: Callable[..., Any]) -> str:
-    return getattr(thing, "__name__", str(thing))
+    """As settings name it: of Podium's own, the file."""
+    module = getattr(thing, "__module__", None) or ""
+    return module.rpartition(".")[2] if module.startswith("podium.") else getattr(thing, "__name__", str(thing))

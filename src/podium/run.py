@@ -21,6 +21,7 @@ from podium.calibrate import choose_engine, without_auto
 from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
+from podium.model.device_thread import one_team
 from podium.model.load import load_policy
 from podium.records import Group, RunState
 from podium.run_folder import RunFolder
@@ -71,6 +72,7 @@ class Summary:
     exit_code: int
 
 
+@one_team()
 def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     """A new run. Nothing is written before the model, the data and the rewards are known to be good."""
     settings = settings.resolve()
@@ -97,6 +99,7 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
         return _run(folder, wired, stop)
 
 
+@one_team()
 def resume(
     settings: Settings,
     folder: RunFolder,
@@ -130,6 +133,7 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     return held_out_results(settings, weights).metrics()
 
 
+@one_team()
 def held_out_results(settings: Settings, weights: Path | None = None) -> Results:
     """The same, with every rollout."""
     if not settings.eval.data:

@@ -6,11 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
+import torch
 import torch._dynamo
 import torch._functorch.config
 
-from podium.model.device_thread import SHARED, DeviceThread
+from podium.errors import InputError, NoProgressError
+from podium.model import device_thread
+from podium.model.device_thread import SHARED, DeviceThread, one_team, team_size
 from podium.model.fused import SAVED_SHARE
+from podium.run import train
+from podium.settings import Settings
 
 T = TypeVar("T")
 
@@ -238,3 +243,99 @@ def test_every_thread_has_the_compilers_settings() -> None:
     thread = DeviceThread("compiling")
     assert asyncio.run(thread.run(found)) == (True, 64, SAVED_SHARE, True)
     thread.close()
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_there(run: Any) -> int:
+    """CPU threads that a product has, where `run` runs it."""
+
+    def product() -> int:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return torch.get_num_threads()
+
+    return run(product)
+
+
+def elsewhere(function: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def on_shared(function: Any) -> Any:
+    return asyncio.run(SHARED.run(function))
+
+
+def here(function: Any) -> Any:
+    return function()
+
+
+def test_the_cpu_threads_work_for_the_device_thread_alone(two_threads: None) -> None:
+    for _ in range(2):  # a second run in the process has them too
+        with one_team():
+            assert team_size() == 2
+            assert [threads_there(run) for run in (here, on_shared, elsewhere)] == [1, 2, 1]
+        assert [threads_there(run) for run in (here, on_shared)] == [2, 2]
+    assert team_size() == 2
+
+
+def test_with_a_gpu_the_thread_that_loads_keeps_its_own(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with one_team():
+        assert threads_there(here) == team_size() == 2
+
+
+def test_a_team_within_a_team_is_the_same(two_threads: None) -> None:
+    with one_team():
+        with one_team():
+            assert [threads_there(run) for run in (here, on_shared)] == [1, 2]
+        assert [threads_there(run) for run in (here, on_shared)] == [1, 2]
+    assert threads_there(here) == 2
+
+
+def test_a_device_that_an_earlier_run_left_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_thread, "FREE_S", 0.1)
+    thread, free = DeviceThread("stuck"), threading.Event()
+    thread._pool.submit(free.wait, 10)
+    with pytest.raises(NoProgressError, match="still busy; start a new process"):
+        thread.set_team(1)
+    free.set()
+    thread.close()
+
+
+def test_a_run_gives_the_callers_threads_back_though_it_fails(two_threads: None, small: Settings) -> None:
+    broken = small.model_copy(update={"model": small.model.model_copy(update={"name": "nowhere/nothing"})})
+    with pytest.raises(InputError):
+        train(broken)
+    assert threads_there(here) == 2
+
+
+def test_the_model_is_loaded_without_a_team_and_trained_with_it(
+    two_threads: None, small: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import podium.runtime.local as local
+    from podium.trainer.single import Single
+
+    seen: dict[str, int] = {}
+    load, step = local.load_policy, Single._step
+
+    def seen_load(*given: Any, **named: Any) -> Any:
+        seen["load"] = torch.get_num_threads()
+        return load(*given, **named)
+
+    def seen_step(self: Single, batches: Any) -> Any:
+        seen["step"] = torch.get_num_threads()
+        return step(self, batches)
+
+    monkeypatch.setattr(local, "load_policy", seen_load)
+    monkeypatch.setattr(Single, "_step", seen_step)
+    train(small)
+    assert seen == {"load": 1, "step": 2}
+    assert threads_there(here) == 2

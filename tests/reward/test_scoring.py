@@ -1,7 +1,9 @@
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +55,11 @@ def up_to_4(prompt: Any, rollout: Any) -> float:
     return min(4.0, len(rollout.text))
 
 
+def line_of(function: Any, number: int) -> str:
+    """That line after the function's first, as failures name it."""
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno + number}"
+
+
 def raises_on_b(prompt: Any, rollout: Any) -> float:
     if rollout.text == "b":
         raise KeyError("no b")
@@ -76,7 +83,7 @@ def test_a_reward_that_raises_abstains_and_is_counted_and_never_becomes_0() -> N
     assert group.rewards == (1.0, None, None)
     assert group.reward_parts[1] == {"raises_on_b": None}
     assert group.correct == (None, None, None)
-    assert group.reward_failures == {"raises_on_b: KeyError: 'no b'": 2}
+    assert group.reward_failures == {f"raises_on_b: KeyError at {line_of(raises_on_b, 2)}: 'no b'": 2}
 
 
 def test_a_reward_that_abstains_is_not_a_failure() -> None:
@@ -121,7 +128,8 @@ def test_above_the_allowed_share_of_a_step_the_run_stops(reward: Callable[..., A
 def test_the_message_names_the_limit_the_reason_and_how_often() -> None:
     with pytest.raises(RewardFailedError) as caught:
         score(make_scoring(raises_on_b, max_failed_share=0.5), unscored(texts=("a", "b", "b")))
-    assert "scoring.max_failed_share = 0.5: raises_on_b: KeyError: 'no b' (×2)" in str(caught.value)
+    told = f"raises_on_b: KeyError at {line_of(raises_on_b, 2)}: 'no b' (×2)"
+    assert f"scoring.max_failed_share = 0.5: {told}" in str(caught.value)
     with pytest.raises(RewardFailedError, match="they abstained"):
         score(make_scoring(abstains_on_b), unscored())
 
@@ -226,7 +234,16 @@ def test_a_coroutine_that_raises_abstains_and_is_counted() -> None:
 
     (group,) = score(make_scoring(fails_later, max_failed_share=1.0), unscored())
     assert group.rewards == (None, None)
-    assert group.reward_failures == {"fails_later: TimeoutError: judge is away": 2}
+    assert group.reward_failures == {f"fails_later: TimeoutError at {line_of(fails_later, 2)}: judge is away": 2}
+
+
+def test_of_a_reward_that_a_library_lets_down_its_own_line_is_told() -> None:
+    def parses(prompt: Any, rollout: Any) -> float:
+        return json.loads("{")["score"]
+
+    (group,) = score(make_scoring(parses, max_failed_share=1.0), unscored(texts=("a",)))
+    (told,) = group.reward_failures
+    assert told.startswith(f"parses: JSONDecodeError at {line_of(parses, 1)}: ")
 
 
 def test_a_reward_whose_second_argument_is_called_rollouts_is_given_the_whole_group() -> None:
@@ -245,7 +262,7 @@ def test_a_batched_reward_that_raises_abstains_for_every_rollout() -> None:
 
     (group,) = score(make_scoring(fails, max_failed_share=1.0), unscored(texts=("a", "b", "c")))
     assert group.rewards == (None, None, None)
-    assert group.reward_failures == {"fails: KeyError: 'x'": 3}
+    assert group.reward_failures == {f"fails: KeyError at {line_of(fails, 1)}: 'x'": 3}
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 1.0, 1.0], [], 1.0, None, {0: 1.0, 1: 1.0}, "11"])

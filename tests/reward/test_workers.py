@@ -126,7 +126,7 @@ REASONS = {
     "dead": r"its process (exited with code \d+|was killed by SIG\w+)|its processor time was used up",
     "full": r"its process ran out of memory, see scoring.worker_memory_mb",
     "garbled": r"its process sent what no reward returns",
-    "raised": r"\w+(: .*)?",
+    "raised": r"\w+ at hostile\.py:\d+(: .*)?",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 64
-"""Columns added when the cache is full."""
+"""Columns added when the cache is full, or fewer, where answers may not have so many tokens."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -109,7 +109,7 @@ class Slots:
         used = int(self.length.max()) + 1
         for layer in self.layers:
             if layer.keys.shape[2] < used:  # type: ignore[union-attr]
-                columns = used + GROWTH
+                columns = used + min(GROWTH, self.ids.shape[1])
                 layer.keys, layer.values = widen(layer.keys, columns), widen(layer.values, columns)
             layer.used, layer.write_columns = used, self.length
         return Cache(layers=list(self.layers))
@@ -126,6 +126,7 @@ _ROWS = ("request", "sample", "seed", "length", "drawn", "finished", "logits", "
 def widen(tensor: torch.Tensor | None, columns: int) -> torch.Tensor:
     """The same keys or values with room for `columns`."""
     assert tensor is not None
-    wide = tensor.new_zeros(*tensor.shape[:2], columns, tensor.shape[3])
+    wide = tensor.new_empty(*tensor.shape[:2], columns, tensor.shape[3])
     wide[:, :, : tensor.shape[2]] = tensor
+    wide[:, :, tensor.shape[2] :] = 0  # masked, yet NaN in it would come through
     return wide

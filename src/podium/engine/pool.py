@@ -31,6 +31,7 @@ from podium.engine._pool.workers import model_of, start_local, start_server
 from podium.engine.vllm_server import VllmServer
 from podium.errors import EngineError, InputError
 from podium.lookup import find, validate_options
+from podium.model.device_thread import team_size
 from podium.model.handoff import manifest_of, publish, remove_published
 from podium.model.load import Policy
 
@@ -134,7 +135,7 @@ class Pool(Together):
                 "engine": self._of,
                 "options": self._member_options,
                 "compute_dtype": self._compute_dtype,
-                "threads": max(1, torch.get_num_threads() // self._supervisor.rules.replicas[1]),
+                "threads": max(1, team_size() // self._supervisor.rules.replicas[1]),
             }
             self._keeper = Keeper(self._folder.path, given, self._start_s)
             asyncio.run_coroutine_threadsafe(self._keeper.begin(), self._thread.loop)

@@ -1,18 +1,20 @@
 """The threads that run torch.
 
 Engine and trainer of one process take turns on one of them, so the event loop stays free for rewards and signals, and
-the process has one team of CPU threads instead of two that fight for the cores. On CUDA, an engine with weights of its
-own has a thread and a stream of its own: there both work at the same time.
+the process has one team of CPU threads (`one_team`) instead of two that fight for the cores. On CUDA, an engine with
+weights of its own has a thread and a stream of its own: there both work at the same time.
 """
 
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from podium.errors import NoProgressError
 from podium.model.fused import set_compiler
 
 P = ParamSpec("P")
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 BEFORE_OTHERS = -1
 """Priority of a stream whose short kernels go between the long ones of another."""
+FREE_S = 60.0
+"""By then a call that an earlier run left behind has ended, or never will."""
 
 
 class DeviceThread:
@@ -85,6 +89,20 @@ class DeviceThread:
             stopped.set()
             await asyncio.wait([ended])  # the iterator may be closed only when it stands still
 
+    def set_team(self, threads: int) -> None:
+        """How many CPU threads work on a call."""
+
+        def set_threads() -> None:
+            torch.get_num_threads()  # or the thread's first product would set what the process has then
+            torch.set_num_threads(threads)
+
+        try:
+            self._pool.submit(set_threads).result(FREE_S)
+        except TimeoutError:
+            raise NoProgressError(
+                f"{FREE_S:.0f} s after the last run of this process its device is still busy; start a new process"
+            ) from None
+
     def close(self) -> None:
         """What was asked for is run to its end; nothing can be asked any more."""
         self._pool.shutdown(wait=False)
@@ -93,6 +111,37 @@ class DeviceThread:
 SHARED = DeviceThread("device")
 """Of the trainer, and of engines that take turns with it."""
 on_device_thread = SHARED.run
+
+
+_team: int | None = None
+"""CPU threads of the device thread, inside `one_team`."""
+
+
+@contextmanager
+def one_team() -> Iterator[None]:
+    """The CPU threads that torch would give to the caller work for the device thread; the caller has itself alone.
+
+    The caller loads the model, which would make it a team of its own. That one would only wait afterwards, but OpenMP
+    sees more threads than cores then, and puts to sleep and wakes the other team at every product. With a GPU at hand
+    nothing changes: the team's only work is loading.
+    """
+    global _team
+    if _team is not None or torch.cuda.is_available():
+        yield
+        return
+    _team = torch.get_num_threads()
+    SHARED.set_team(_team)
+    torch.set_num_threads(1)  # of this thread, and of those that come to torch later
+    try:
+        yield
+    finally:
+        torch.set_num_threads(_team)
+        _team = None
+
+
+def team_size() -> int:
+    """CPU threads that torch's work is shared among."""
+    return _team or torch.get_num_threads()
 
 
 def beside_the_trainer(device: torch.device) -> DeviceThread:

@@ -2,13 +2,17 @@
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from podium.errors import RewardContractError
 from podium.records import Prompt, Rollout
 from podium.reward._contract import Style, check_value, check_values
 from podium.reward._messages import Failed, Outcome
+
+PACKAGE = Path(__file__).parents[1]
 
 
 async def call_reward(
@@ -70,7 +74,12 @@ async def _returned(function: Any, prompt: Prompt, rollouts: Any) -> Any:
 
 
 def _described(error: BaseException) -> str:
+    """What was raised, where in the reward's own file, and its text, which may be long."""
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if PACKAGE not in Path(frame.filename).parents]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    kind = type(error).__name__ + (f" at {Path(frames[0].filename).name}:{lines[-1]}" if lines else "")
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{kind}: {error}"
     except Exception:  # its own text cannot be made
-        return type(error).__name__
+        return kind

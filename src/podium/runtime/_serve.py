@@ -10,6 +10,7 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.lookup import find
+from podium.model.device_thread import one_team
 from podium.model.load import Policy, load_policy
 from podium.sections import Lora, Model
 from podium.server.app import make_app
@@ -40,6 +41,7 @@ class ServeOptions:
     lora_rank: int | None
 
 
+@one_team()
 def serve(options: ServeOptions, overrides: list[str]) -> int:
     if options.uds is not None and (options.host, options.port) != (None, None):
         raise InputError("--host and --port have no effect beside --uds; remove them, or it")
