@@ -1,6 +1,7 @@
 """What `import podium` offers."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -73,3 +74,21 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path) -> 
     command = f"{sys.executable} -m podium.cli train {tmp_path / 'run.toml'} | head -1"
     subprocess.run(command, shell=True, check=True, capture_output=True, timeout=120)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "PASSIVE 2000"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, "None 7"),
+    ],
+)
+def test_how_threads_wait_is_set_before_torch_unless_the_user_has_said_it(given: dict[str, str], wanted: str) -> None:
+    code = (
+        "import os, sys, podium; assert 'torch' not in sys.modules; "
+        "print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    others = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    told = subprocess.run([sys.executable, "-c", code], env=others | given, capture_output=True, text=True, timeout=60)
+    assert told.stdout.strip() == wanted, told.stderr

@@ -17,12 +17,11 @@ from typing import Any
 
 from podium.engine.auto import CANDIDATES
 from podium.errors import InputError
-from podium.model.device_thread import one_team
 from podium.model.load import load_policy
 from podium.processes import die_with_parent
 from podium.runtime._build import build_data, read_sources
 from podium.runtime._core import check_ranks
-from podium.runtime._engine import hand_over, make_engine
+from podium.runtime._engine import cpu_team, hand_over, make_engine
 from podium.runtime._memory import memory_plan
 from podium.settings import Settings
 from podium.timing import sampled, some_of
@@ -134,13 +133,13 @@ async def try_out(settings: Settings) -> Candidate:
     return Candidate(name, len(prompts) * settings.run.rollouts_per_prompt * tokens / seconds)
 
 
-@one_team()
 def main(name: str, parent: int) -> None:
     """The child: settings from its input, one line with a candidate to its output."""
     die_with_parent(parent)
     given: dict[str, Any] = json.load(sys.stdin)
     settings = with_engine(Settings.from_dict(given), name)
-    print(json.dumps(asdict(asyncio.run(try_out(settings)))), flush=True)
+    with cpu_team(settings):
+        print(json.dumps(asdict(asyncio.run(try_out(settings)))), flush=True)
 
 
 if __name__ == "__main__":

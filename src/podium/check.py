@@ -15,7 +15,6 @@ from podium.calibrate import without_auto
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
-from podium.model.device_thread import one_team
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring, too_many_failed
@@ -30,7 +29,7 @@ from podium.runtime._build import (
     check_trainer,
     read_sources,
 )
-from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
 from podium.runtime._keep import check_start
 from podium.runtime._memory import MemoryPlan, memory_plan, num_slots
 from podium.runtime._reports import check_reports
@@ -60,12 +59,16 @@ class Part:
         return "\n".join([f"{self.title}: {verdict}", *(f"  {line}" for line in [*self.lines, *said])])
 
 
-@one_team()
 def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
     settings = without_auto(settings)
+    with cpu_team(settings):
+        return _check(settings)
+
+
+def _check(settings: Settings) -> tuple[str, bool]:
     check_rewards(settings)
     check_trainer(settings)
     check_start(settings)

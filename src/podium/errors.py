@@ -76,7 +76,7 @@ class SharedPrefixError(PodiumError):
 
 
 class NoProgressError(PodiumError):
-    """Nothing moved for longer than run.max_stall_s."""
+    """Nothing moved for longer than run.max_stall_s, or an earlier run of the process does not let go of the device."""
 
 
 class CrashLoopError(PodiumError):

@@ -21,7 +21,6 @@ from podium.calibrate import choose_engine, without_auto
 from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
-from podium.model.device_thread import one_team
 from podium.model.load import load_policy
 from podium.records import Group, RunState
 from podium.run_folder import RunFolder
@@ -34,7 +33,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._core import check_ranks
-from podium.runtime._engine import hand_over, make_engine, make_rollout
+from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
 from podium.runtime._launch import is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
@@ -72,7 +71,6 @@ class Summary:
     exit_code: int
 
 
-@one_team()
 def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     """A new run. Nothing is written before the model, the data and the rewards are known to be good."""
     settings = settings.resolve()
@@ -87,7 +85,7 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     if launch := _launcher(settings):
         job = {"folder": None, "step": None, "allow_change": []}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
-    with StopSignal(settings.run.grace_s) as stop:
+    with cpu_team(settings), StopSignal(settings.run.grace_s) as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         try:
             folder.create()
@@ -99,7 +97,6 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
         return _run(folder, wired, stop)
 
 
-@one_team()
 def resume(
     settings: Settings,
     folder: RunFolder,
@@ -118,7 +115,7 @@ def resume(
     folder.allowed_changes = tuple(allow_change)
     folder.lock()
     try:
-        with StopSignal(settings.run.grace_s) as stop:
+        with cpu_team(settings), StopSignal(settings.run.grace_s) as stop:
             _back_off(settings, folder)
             return _run(folder, _wire(settings, folder, stop, step, console_mode), stop)
     except (InputError, CrashLoopError):
@@ -133,12 +130,16 @@ def evaluate(settings: Settings, weights: Path | None = None) -> dict[str, float
     return held_out_results(settings, weights).metrics()
 
 
-@one_team()
 def held_out_results(settings: Settings, weights: Path | None = None) -> Results:
     """The same, with every rollout."""
     if not settings.eval.data:
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = without_auto(settings.resolve())
+    with cpu_team(settings):
+        return _held_out(settings, weights)
+
+
+def _held_out(settings: Settings, weights: Path | None) -> Results:
     check_rewards(settings)
     rows = read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)

@@ -100,11 +100,11 @@ class Assault:
                 os.kill(self.server.pid, signal.SIGKILL)
                 self.crashes["driver"] += 1
                 break
+            if len(struck) % 2 or not events(self.folder, "redispatched"):
+                self._await_sampling()
             fresh = {name: pid for name, pid in living(events(self.folder)[past:]).items() if name not in struck}
             if len(fresh) > 1:  # one is left to go on
                 name = self.rng.choice(sorted(fresh))
-                if len(struck) % 2 or not events(self.folder, "redispatched"):
-                    self._await_sampling()
                 struck[name] = "SIGSTOP" if len(struck) % STOP_EVERY == 2 else "SIGKILL"
                 with suppress(ProcessLookupError):  # the run ended just now
                     os.kill(fresh[name], signal.Signals[struck[name]])
@@ -118,7 +118,7 @@ class Assault:
         """Until prompts have just gone to the workers: a strike then often hits the middle of a rollout."""
         before, end = len(events(self.folder, "sampling")), time.monotonic() + MAX_AIM_S
         while len(events(self.folder, "sampling")) == before and time.monotonic() < end:
-            time.sleep(0.002)
+            time.sleep(0.005)
 
 
 def living(log: list[dict[str, Any]]) -> dict[str, int]:

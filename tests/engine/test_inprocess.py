@@ -6,6 +6,7 @@ from functools import lru_cache
 import pytest
 import torch
 
+from podium.engine._slots import widen
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.device_thread import SHARED
@@ -285,3 +286,15 @@ def test_another_call_gets_its_turn_while_a_long_batch_is_written() -> None:
 
     asyncio.run(both())
     assert order == ["short", *["long"] * 6]
+
+
+def test_new_room_in_the_cache_holds_nothing_that_could_come_through_a_mask() -> None:
+    keys = torch.ones(2, 1, 3, 4)
+    torch.use_deterministic_algorithms(True)  # fresh memory is filled with NaN
+    try:
+        assert torch.empty(1).isnan().all()
+        wide = widen(keys, 8)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(wide[:, :, :3], keys)
+    assert torch.equal(wide[:, :, 3:], torch.zeros(2, 1, 5, 4))

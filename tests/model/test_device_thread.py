@@ -1,7 +1,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -10,11 +10,15 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
+from podium.check import check
+from podium.engine.inprocess import Inprocess
 from podium.errors import InputError, NoProgressError
 from podium.model import device_thread
 from podium.model.device_thread import SHARED, DeviceThread, one_team, team_size
 from podium.model.fused import SAVED_SHARE
-from podium.run import train
+from podium.run import evaluate, resume, train
+from podium.run_folder import RunFolder
+from podium.runtime._engine import cpu_team
 from podium.settings import Settings
 
 T = TypeVar("T")
@@ -246,11 +250,11 @@ def test_every_thread_has_the_compilers_settings() -> None:
 
 
 @pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
+    SHARED.set_team(before)
     torch.set_num_threads(before)
 
 
@@ -286,12 +290,6 @@ def test_the_cpu_threads_work_for_the_device_thread_alone(two_threads: None) -> 
     assert team_size() == 2
 
 
-def test_with_a_gpu_the_thread_that_loads_keeps_its_own(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with one_team():
-        assert threads_there(here) == team_size() == 2
-
-
 def test_a_team_within_a_team_is_the_same(two_threads: None) -> None:
     with one_team():
         with one_team():
@@ -300,14 +298,27 @@ def test_a_team_within_a_team_is_the_same(two_threads: None) -> None:
     assert threads_there(here) == 2
 
 
-def test_a_device_that_an_earlier_run_left_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_an_earlier_run_left_stuck_is_told_every_time(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_thread, "FREE_S", 0.1)
-    thread, free = DeviceThread("stuck"), threading.Event()
-    thread._pool.submit(free.wait, 10)
-    with pytest.raises(NoProgressError, match="still busy; start a new process"):
-        thread.set_team(1)
+    stuck, free = DeviceThread("stuck"), threading.Event()
+    monkeypatch.setattr(device_thread, "SHARED", stuck)
+    stuck._pool.submit(free.wait, 10)
+    for _ in range(2):
+        with pytest.raises(NoProgressError, match=r"is still going on, .* start a new process"), one_team():
+            pass
+        assert threads_there(here) == 2
     free.set()
-    thread.close()
+    stuck.close()
+
+
+def test_threads_are_given_back_where_vllm_has_replaced_torchs_function(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_team():
+        monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    assert threads_there(here) == 2
 
 
 def test_a_run_gives_the_callers_threads_back_though_it_fails(two_threads: None, small: Settings) -> None:
@@ -317,25 +328,63 @@ def test_a_run_gives_the_callers_threads_back_though_it_fails(two_threads: None,
     assert threads_there(here) == 2
 
 
-def test_the_model_is_loaded_without_a_team_and_trained_with_it(
-    two_threads: None, small: Settings, monkeypatch: pytest.MonkeyPatch
+Job = Callable[[Settings], Any]
+
+
+def resumed(settings: Settings) -> None:
+    train(settings)
+    SEEN.clear()
+    longer = settings.model_copy(update={"run": settings.run.model_copy(update={"steps": 5})})
+    assert settings.run.folder is not None
+    resume(longer, RunFolder(settings.run.folder))
+
+
+def evaluated(settings: Settings) -> None:
+    evaluate(Settings.from_dict(settings.to_dict() | {"eval": {"data": [{"name": "arithmetic", "max_rows": 4}]}}))
+
+
+SEEN: list[int] = []
+"""CPU threads of whoever made an engine."""
+
+
+@pytest.mark.parametrize("job", [train, resumed, evaluated, check], ids=lambda job: job.__name__)
+def test_an_engine_is_made_without_the_team_that_it_works_with(
+    job: Job, two_threads: None, small: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import podium.runtime.local as local
-    from podium.trainer.single import Single
+    made, drawn = Inprocess._check_decoding, Inprocess._prefill
+    SEEN.clear()
+    at_work: set[int] = set()
 
-    seen: dict[str, int] = {}
-    load, step = local.load_policy, Single._step
+    def seen_made(self: Inprocess) -> None:
+        SEEN.append(torch.get_num_threads())
+        made(self)
 
-    def seen_load(*given: Any, **named: Any) -> Any:
-        seen["load"] = torch.get_num_threads()
-        return load(*given, **named)
+    def seen_drawn(self: Inprocess, *given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            at_work.add(torch.get_num_threads())
+        return drawn(self, *given)
 
-    def seen_step(self: Single, batches: Any) -> Any:
-        seen["step"] = torch.get_num_threads()
-        return step(self, batches)
-
-    monkeypatch.setattr(local, "load_policy", seen_load)
-    monkeypatch.setattr(Single, "_step", seen_step)
-    train(small)
-    assert seen == {"load": 1, "step": 2}
+    monkeypatch.setattr(Inprocess, "_check_decoding", seen_made)
+    monkeypatch.setattr(Inprocess, "_prefill", seen_drawn)
+    job(small)
+    assert SEEN == [1]
+    assert at_work == {2}
     assert threads_there(here) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "has_gpu", "has_team"),
+    [
+        ("auto", "inprocess", False, True),
+        ("cpu", "pool", True, True),
+        ("auto", "inprocess", True, False),
+        ("cpu", "vllm_local", False, False),
+    ],
+)
+def test_who_has_a_team(
+    device: str, engine: str, has_gpu: bool, has_team: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with cpu_team(Settings.from_dict({"model": {"device": device}, "engine": {"name": engine}})):
+        assert threads_there(here) == (1 if has_team else 2)
+        assert team_size() == 2

@@ -246,6 +246,19 @@ def test_of_a_reward_that_a_library_lets_down_its_own_line_is_told() -> None:
     assert told.startswith(f"parses: JSONDecodeError at {line_of(parses, 1)}: ")
 
 
+def test_an_error_without_a_trace_is_told_without_its_place() -> None:
+    class Untraceable(Exception):
+        @property
+        def __traceback__(self) -> Any:
+            raise RuntimeError("no trace")
+
+    def fails(prompt: Any, rollout: Any) -> float:
+        raise Untraceable("gone")
+
+    (group,) = score(make_scoring(fails, max_failed_share=1.0), unscored(texts=("a",)))
+    assert group.reward_failures == {"fails: Untraceable: gone": 1}
+
+
 def test_a_reward_whose_second_argument_is_called_rollouts_is_given_the_whole_group() -> None:
     @declare_range(0.0, 1.0)
     def longest(prompt: Any, rollouts: Any) -> list[float]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import set_num_threads  # vLLM puts a function that does nothing in its place
 
 from podium.errors import NoProgressError
 from podium.model.fused import set_compiler
@@ -22,8 +23,8 @@ T = TypeVar("T")
 
 BEFORE_OTHERS = -1
 """Priority of a stream whose short kernels go between the long ones of another."""
-FREE_S = 60.0
-"""By then a call that an earlier run left behind has ended, or never will."""
+FREE_S = 600.0
+"""For so long may a call that an earlier run of the process left behind go on."""
 
 
 class DeviceThread:
@@ -94,13 +95,14 @@ class DeviceThread:
 
         def set_threads() -> None:
             torch.get_num_threads()  # or the thread's first product would set what the process has then
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
 
         try:
             self._pool.submit(set_threads).result(FREE_S)
         except TimeoutError:
             raise NoProgressError(
-                f"{FREE_S:.0f} s after the last run of this process its device is still busy; start a new process"
+                f"a call of an earlier run in this process is still going on, {FREE_S:.0f} s after this one asked for "
+                "the device; start a new process"
             ) from None
 
     def close(self) -> None:
@@ -122,20 +124,20 @@ def one_team() -> Iterator[None]:
     """The CPU threads that torch would give to the caller work for the device thread; the caller has itself alone.
 
     The caller loads the model, which would make it a team of its own. That one would only wait afterwards, but OpenMP
-    sees more threads than cores then, and puts to sleep and wakes the other team at every product. With a GPU at hand
-    nothing changes: the team's only work is loading.
+    sees more threads than cores then, and puts to sleep and wakes the other team at every product.
     """
     global _team
-    if _team is not None or torch.cuda.is_available():
+    if _team is not None:
         yield
         return
-    _team = torch.get_num_threads()
-    SHARED.set_team(_team)
-    torch.set_num_threads(1)  # of this thread, and of those that come to torch later
+    threads = torch.get_num_threads()
+    SHARED.set_team(threads)
+    _team = threads
     try:
+        set_num_threads(1)  # of this thread, and of those that come to torch later
         yield
     finally:
-        torch.set_num_threads(_team)
+        set_num_threads(threads)
         _team = None
 
 

@@ -4,15 +4,20 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from podium.errors import RewardContractError
 from podium.records import Prompt, Rollout
+from podium.reward import _classes
 from podium.reward._contract import Style, check_value, check_values
 from podium.reward._messages import Failed, Outcome
 
 PACKAGE = Path(__file__).parents[1]
+AROUND = (__file__, _classes.__file__)
+"""Where a reward is called."""
 
 
 async def call_reward(
@@ -74,12 +79,20 @@ async def _returned(function: Any, prompt: Prompt, rollouts: Any) -> Any:
 
 
 def _described(error: BaseException) -> str:
-    """What was raised, where in the reward's own file, and its text, which may be long."""
-    trace = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in trace if PACKAGE not in Path(frame.filename).parents]
-    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
-    kind = type(error).__name__ + (f" at {Path(frames[0].filename).name}:{lines[-1]}" if lines else "")
-    try:
-        return f"{kind}: {error}"
-    except Exception:  # its own text cannot be made
-        return kind
+    """What was raised, where in the reward's file, and its text, which may be long."""
+    told = type(error).__name__
+    with suppress(Exception):  # it may have no trace that can be read
+        told += _place(error.__traceback__)
+    with suppress(Exception):  # or no text
+        told += f": {error}"
+    return told
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line in the file where the reward begins; nothing for Podium's own."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(trace)]
+    own = [(file, number) for file, number in lines if file not in AROUND]
+    if not own or PACKAGE in Path(own[0][0]).parents:
+        return ""
+    file, number = [line for line in own if line[0] == own[0][0]][-1]
+    return f" at {Path(file).name}:{number}"

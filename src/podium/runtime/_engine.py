@@ -4,6 +4,7 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from podium.data._order import OrderedData
 from podium.lookup import find
+from podium.model.device_thread import one_team
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
 from podium.records import Batch, UpdateResult
@@ -20,6 +22,13 @@ from podium.settings import Settings
 from podium.stages import Engine
 from podium.sync._delivery import Delivery
 from podium.sync._probe import TOLERANCE
+
+
+def cpu_team(settings: Settings) -> AbstractContextManager[None]:
+    """Around all that a process does for a run. Nothing with a GPU, where torch's CPU threads only load the model; nor
+    for vLLM in this process, which shares out the cores itself."""
+    is_on_cpu = settings.model.device == "cpu" or not torch.cuda.is_available()
+    return one_team() if is_on_cpu and settings.engine.name != "vllm_local" else nullcontext()
 
 
 def make_engine(

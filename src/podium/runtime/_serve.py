@@ -10,8 +10,8 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.lookup import find
-from podium.model.device_thread import one_team
 from podium.model.load import Policy, load_policy
+from podium.runtime._engine import cpu_team
 from podium.sections import Lora, Model
 from podium.server.app import make_app
 from podium.server.auth import digest
@@ -41,7 +41,6 @@ class ServeOptions:
     lora_rank: int | None
 
 
-@one_team()
 def serve(options: ServeOptions, overrides: list[str]) -> int:
     if options.uds is not None and (options.host, options.port) != (None, None):
         raise InputError("--host and --port have no effect beside --uds; remove them, or it")
@@ -49,7 +48,7 @@ def serve(options: ServeOptions, overrides: list[str]) -> int:
     settings, weights = _settings(options, overrides)
     port = DEFAULT_PORT if options.port is None else options.port
     listener = unix_socket(options.uds) if options.uds else tcp_socket(options.host or DEFAULT_HOST, port)
-    with listener, tempfile.TemporaryDirectory(prefix="podium-serve-") as own:
+    with listener, cpu_team(settings), tempfile.TemporaryDirectory(prefix="podium-serve-") as own:
         try:
             root = options.root or Path(own)
             root.mkdir(parents=True, exist_ok=True)
