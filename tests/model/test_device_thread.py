@@ -252,10 +252,10 @@ def test_every_thread_has_the_compilers_settings() -> None:
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    device_thread.set_num_threads(2)  # torch's own, whatever vLLM has put in its place
     yield
     SHARED.set_team(before)
-    torch.set_num_threads(before)
+    device_thread.set_num_threads(before)
 
 
 def threads_there(run: Any) -> int:

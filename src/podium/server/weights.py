@@ -50,7 +50,7 @@ class Published:
 def locate(root: Path, name: str) -> Published:
     """The published folder of that name. Nothing is opened that is not, links resolved, right under the root."""
     folder = root / name
-    for path in (folder, manifest_of(folder)):
+    for path in (folder, root / f"{folder.name}.json"):
         if path.resolve() != root.resolve() / path.name or path.is_symlink():
             raise Refusal(403, "weights are read from the server's root only")
         if not path.exists():
