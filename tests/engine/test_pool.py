@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import podium.engine.pool as pool_module
 from podium.engine._pool.keeper import PoolFolder, hold, sweep
 from podium.engine._pool.thread import PoolThread
 from podium.engine.pool import Pool
 from podium.errors import InputError, ParityError
+from podium.model import device_thread
 from podium.model.handoff import manifest_of, publish, read_published, remove_published
 from podium.model.load import load_policy
 from podium.run import train
@@ -137,3 +140,22 @@ def test_held_weights_outlive_the_published_ones(tmp_path: Path) -> None:
     hold(published, manifest_of(published), held)
     remove_published(published)
     assert set(read_published(held, dict(policy.named_weights()), 4)) == set(dict(policy.named_weights()))
+
+
+def test_the_workers_share_the_threads_of_the_runs_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+
+    class Seen(pool_module.Keeper):
+        def __init__(self, folder: Path, told: dict[str, Any], start_s: float) -> None:
+            given.append(told["threads"])
+            super().__init__(folder, told, start_s)
+
+    monkeypatch.setattr(pool_module, "Keeper", Seen)
+    before = torch.get_num_threads()
+    device_thread.set_num_threads(4)
+    try:
+        train(pool_settings(tmp_path / "run", replicas=[2, 2]))
+    finally:
+        device_thread.SHARED.set_team(before)
+        device_thread.set_num_threads(before)
+    assert given == [2]  # of the four, though the thread that asks has one
