@@ -108,7 +108,7 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     made: Any = gradients_of_update(
         logprobs_of,
         place_on_cpu,
-        model,  # type: ignore[arg-type]
+        list(model.parameters()),
         placed,
         objective,
         0,
@@ -176,7 +176,7 @@ def sharded_steps(
     for number in (4, 3):
         batches = pack([a_group(trainer, number)], max_tokens_per_batch=60, temperature=1.0, ranks=ranks)
         metrics.append(dict(asyncio.run(trainer.step(batches[rank::ranks])).metrics))
-    score = asyncio.run(trainer.score(list(range(3, 20))))
+        score = asyncio.run(trainer.score(list(range(3, 20))))  # as a run does after each push
     state = trainer.state()
     model = Path(folder) / f"model-{rank}"
     if rank:

@@ -434,7 +434,14 @@ def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
 
     def gradients(batches: list[Placed]) -> tuple[dict[str, float], torch.Tensor]:
         metrics, _ = gradients_of_update(
-            trainer._logprobs, trainer._place, trainer._model, batches, objective, 0, trainer._backward, lambda: None
+            trainer._logprobs,
+            trainer._place,
+            trainer._parameters.values(),
+            batches,
+            objective,
+            0,
+            trainer._backward,
+            lambda: None,
         )
         return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
 
@@ -529,7 +536,7 @@ def test_the_steps_statistics_by_hand() -> None:
     metrics, _ = gradients_of_update(
         lambda _: (logprobs, entropy),
         trainer._place,
-        trainer._model,
+        trainer._parameters.values(),
         [placed],
         trainer._loss,
         0,

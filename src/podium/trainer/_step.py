@@ -4,10 +4,9 @@ The statistics are sums over loss tokens, divided at the end by the step's total
 step was split either.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from podium.errors import RankError
 from podium.model.forward import Placed
@@ -23,7 +22,7 @@ LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 def gradients_of_update(
     logprobs_of: LogprobsOf,
     place: Callable[[Batch], Placed],
-    model: PreTrainedModel,
+    parameters: Collection[torch.nn.Parameter],
     batches: Sequence[Placed],
     loss: Loss,
     halvings: int,
@@ -34,13 +33,15 @@ def gradients_of_update(
 
     Out of memory on any rank, all batches of all ranks are cut once more and the whole update is done again from a
     clean gradient: it is the same gradient, since shares add up. A single document that does not fit is more than can
-    be helped. `backward(loss, is_last)` is called for each batch, `sum_gradients()` after them all.
+    be helped. `parameters` are the optimizer's own, which a model with spread weights need not have in place just now.
+    `backward(loss, is_last)` is called for each batch, `sum_gradients()` after them all.
     """
     while True:
         parts = batches
         if halvings:
             parts = [place(part) for placed in batches for part in halved(placed.batch.to("cpu"), halvings)]
-        model.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
         totals = _attempt(logprobs_of, parts, loss, backward)
         if totals is not None:
             sum_gradients()

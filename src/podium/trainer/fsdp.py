@@ -43,7 +43,10 @@ class Fsdp(Single):
 
     def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
         model: Any = self._model
-        return model.policy_logprobs(placed, self._compute_dtype)
+        made = model.policy_logprobs(placed, self._compute_dtype)
+        if not torch.is_grad_enabled():
+            model.reshard()  # the root keeps its weights whole for the backward pass, and here none comes
+        return made
 
     def save_model(self, folder: str) -> None:
         save_gathered(Path(folder), self._policy, self.weights())

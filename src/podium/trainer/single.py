@@ -276,7 +276,7 @@ class Single:
         metrics, self._halvings = gradients_of_update(
             logprobs_of,
             self._place,
-            self._model,
+            self._parameters.values(),
             batches,
             self._loss,
             self._halvings,
