@@ -5,8 +5,9 @@
 
 Sampler and trainer compute the same model, bfloat16 products over a float32 residual, in batches of different shapes;
 so the sums inside their products are taken in different orders. Here one program on the CPU is both: the linear layers'
-sums are float32 and rounded to bfloat16, and the second time their terms stand in another order. What that does to the
-logprobs is the floor of this arithmetic; who has less sums in the same order, or rounds less.
+sums are float32 and rounded to bfloat16 (those that the residual stream takes are not), and the second time their terms
+stand in another order. What that does to the logprobs is the floor of this arithmetic; who has less sums in the same
+order, or rounds less.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from _end_to_end_gpu import SYSTEM_TURN, WORKLOADS, config_of, now, versions
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from podium.model.products import ExactLinear, keep_exact_sums
 from podium.model.smollm2 import smollm2_folder
 
 RESULTS = Path(__file__).parent / "results" / "mismatch_floor_cpu.json"
@@ -79,6 +81,7 @@ def random_model(name: str) -> tuple[Any, list[Text]]:
 @torch.no_grad()
 def gaps(model: Any, texts: list[Text]) -> list[float]:
     """For each of several orders, the mean distance of a token's logprob from that with the terms as they stand."""
+    keep_exact_sums(model)
     model.eval().set_attn_implementation(ATTENTION)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -101,13 +104,13 @@ def logprobs(model: Any, ids: torch.Tensor, targets: torch.Tensor, order: int | 
 
 
 def product(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Of operands in bfloat16, summed in float32 and rounded, as a GPU does it."""
+    """Of operands in bfloat16, summed in float32 and rounded but where the residual stream takes the sum."""
     order = product.order  # type: ignore[attr-defined]
     a, b = rounded(x), rounded(self.weight)
     if order is not None:
         places = torch.randperm(a.shape[-1], generator=torch.Generator().manual_seed(order))
         a, b = a[..., places], b[:, places]
-    return (a @ b.T).bfloat16()
+    return a @ b.T if isinstance(self, ExactLinear) else (a @ b.T).bfloat16()
 
 
 def rounded(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from _end_to_end_gpu import WORKLOADS, config_of
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
 from podium.model import attention
+from podium.model.products import keep_exact_sums
 from podium.pack import pack
 from podium.records import Group, Prompt, Rollout, ids_digest
 from podium.trainer.single import Single
@@ -42,25 +44,17 @@ SHAPES: dict[str, Any] = {
         num_key_value_heads=3,
         tie_word_embeddings=True,
     ),
-    "qwen3-1.7b": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
+    **{name: config_of(work) for name, work in WORKLOADS.items() if work.shape is not None},
 }
 
 
-def a_group(ordinal: int, size: int, prompt: int, answer: int, vocabulary: int) -> Group:
-    """Random ids; answers from a third of the mean length to five thirds."""
+def a_group(ordinal: int, size: int, prompt: int, answer: int, vocabulary: int, *, is_even: bool) -> Group:
+    """Random ids; answers from a third of the mean length to five thirds, or all of one length."""
     draw = random.Random(ordinal)
     rollouts = []
     for index in range(size):
-        ids = tuple(draw.randrange(vocabulary) for _ in range(round(answer * draw.uniform(1 / 3, 5 / 3))))
+        length = round(answer * (1 if is_even else draw.uniform(1 / 3, 5 / 3)))
+        ids = tuple(draw.randrange(vocabulary) for _ in range(length))
         logprobs = (-1.0,) * len(ids)
         rollouts.append(Rollout(ids, logprobs, (1,) * len(ids), "stop", "", 0, 0, index, 0, ids_digest(ids)))
     ids = tuple(draw.randrange(vocabulary) for _ in range(prompt))
@@ -73,8 +67,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     config = SHAPES[options.shape]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa" if options.trl else attention.NAME)
-    groups = [a_group(n, 8, options.prompt, options.answer, config.vocab_size) for n in range(options.rollouts // 8)]
+        kind = "sdpa" if options.trl else attention.NAME
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=kind)
+    groups = [
+        a_group(n, 8, options.prompt, options.answer, config.vocab_size, is_even=options.even)
+        for n in range(options.rollouts // 8)
+    ]
     tokens = sum(len(g.prompt.token_ids) + len(r.token_ids) for g in groups for r in g.rollouts)
     first, *seconds = (trl_seconds if options.trl else podium_seconds)(model, groups, options)
     median = sorted(seconds)[len(seconds) // 2]
@@ -95,6 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def podium_seconds(model: Any, groups: list[Group], options: argparse.Namespace) -> list[float]:
     """The first step, which compiles, and the others."""
+    keep_exact_sums(model)
     device, trained = next(model.parameters()).device, dict(model.named_parameters())
     policy: Any = SimpleNamespace(model=model, peft=None, device=device, trained_parameters=lambda: trained)
     trainer = Single(
@@ -130,6 +129,7 @@ if __name__ == "__main__":
     arguments.add_argument("--rollouts", type=int, default=128)
     arguments.add_argument("--prompt", type=int, default=18)
     arguments.add_argument("--answer", type=int, default=22)
+    arguments.add_argument("--even", action="store_true", help="all answers as long as the mean")
     arguments.add_argument("--budget", type=int, default=16384, help="tokens per batch")
     arguments.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     arguments.add_argument("--checkpointing", action="store_true")

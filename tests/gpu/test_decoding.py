@@ -17,6 +17,7 @@ from podium.engine.inprocess import Inprocess
 from podium.model import attention
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
+from podium.model.products import keep_exact_sums
 from podium.records import Answer, Request, Sampling
 from podium.settings import Model
 from tests.model.test_attention import SHAPES, a_model
@@ -33,6 +34,7 @@ Made = dict[int, Answer]
 
 def policy_of(model: Any) -> Policy:
     model = model.cuda()
+    keep_exact_sums(model)
     return Policy(model, twin_of(model), None, None, (), 512, torch.device("cuda"), "")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from podium.model.products import is_plain_linear
+
 LEAST_WEIGHTS = 1 << 17
 """Of a layer: a smaller one gains less than the call costs."""
 ROWS = 64
@@ -52,8 +54,11 @@ def packed_weights(model: PreTrainedModel) -> list[torch.Tensor]:
 def _large_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     if model.device.type != "cpu" or model.dtype != torch.float32 or not _can_pack():
         return []
-    kinds = (torch.nn.Linear, PackedLinear)
-    linear: list[tuple[str, Any]] = [(name, layer) for name, layer in model.named_modules() if type(layer) in kinds]
+    linear: list[tuple[str, Any]] = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if is_plain_linear(layer) or isinstance(layer, PackedLinear)
+    ]
     return [(name, layer) for name, layer in linear if layer.weight.numel() >= LEAST_WEIGHTS]
 
 

@@ -42,6 +42,7 @@ from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
 from podium.model.logprobs import capped, logits_of
+from podium.model.products import is_plain_linear
 from podium.model.self_check import TOLERANCE
 from podium.records import Answer, Request, Sampling
 
@@ -122,7 +123,7 @@ class Inprocess:
     def _halve(self, ranks: dict[str, int]) -> None:
         """Linear layers in the trainer's precision, adapters beside them: what its autocast makes of them."""
         head = self._model.get_output_embeddings()
-        linears = [(n, m) for n, m in self._model.named_modules() if type(m) is torch.nn.Linear and m is not head]
+        linears = [(n, m) for n, m in self._model.named_modules() if is_plain_linear(m) and m is not head]
         for _, module in linears:
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, _frozen(parameter.detach().to(self._compute_dtype)))

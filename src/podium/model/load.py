@@ -20,6 +20,7 @@ from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.forward import head_weight
 from podium.model.hub import hub_is_reachable
+from podium.model.products import is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
 from podium.model.self_check import check_model
 from podium.model.smollm2 import smollm2_folder
@@ -209,6 +210,7 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
         )
         model = cast(PreTrainedModel, model)
         model.to(device)  # type: ignore[arg-type]
+        keep_exact_sums(model)
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
     return _loading(settings.name, load)
@@ -254,7 +256,7 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in adapted.items():
-        if layer is head or type(layer) is not torch.nn.Linear:
+        if layer is head or not is_plain_linear(layer):
             kind = "the LM head" if layer is head else f"a {type(layer).__name__}"
             raise InputError(
                 f"model.lora.targets: {name} is {kind}, which cannot have an adapter here; use lora = false"

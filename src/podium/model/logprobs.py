@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton
 
+from podium.model.products import exact_dtype, exact_product
+
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits that are computed at one time, in float32: 64 MB and 512 MB."""
 KEPT_BYTES_ON_CPU = 1 << 28
@@ -31,12 +33,7 @@ def kept_bytes(device: torch.device) -> int:
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
     """Logits in float32 (float64 for a float64 model); trainer and engines use this, so that they round alike, but for
     an engine's packed head on a CPU."""
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bfloat16 costs 2 digits
-    else:
-        exact = _exact(hidden.dtype)
-        logits = hidden.to(exact) @ weight.to(exact).t()
-    return capped(logits, softcap)
+    return capped(exact_product(hidden, weight.t()), softcap)
 
 
 def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -81,12 +78,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if ctx.needs_input_grad[1] else None
+        weight_gradient = torch.zeros_like(weight, dtype=exact_dtype(weight.dtype)) if ctx.needs_input_grad[1] else None
         arriving = gradients[0][:, None]
         for rows, of_logits in _logit_gradients(ctx, hidden, cast, targets):
             hidden_gradient[rows] = (of_logits @ cast) * arriving[rows]
             if weight_gradient is not None:
-                _add_product(weight_gradient, of_logits.t(), (hidden[rows] * arriving[rows]).to(hidden.dtype))
+                weight_gradient += exact_product(of_logits.t(), (hidden[rows] * arriving[rows]).to(hidden.dtype))
             del of_logits  # before the next is made
         return (
             hidden_gradient,
@@ -134,19 +131,6 @@ def _softmax(
         made /= temperature
         into.copy_(made if softcap is None else made * (1 - (logits / softcap) ** 2))
     return logprobs, entropy
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, summed in float32 whatever the factors are."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
-        total += torch.mm(a, b, out_dtype=torch.float32)
-    else:
-        total += a @ b
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """That of sums: float32, or float64 where everything is."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _rows_at_a_time(weight: torch.Tensor) -> int:

@@ -6,6 +6,8 @@ A merged bfloat16 weight would round small updates away, so the sampler would no
 import torch
 from torch.nn.functional import linear
 
+from podium.model.products import ExactLinear, exact_linear
+
 
 class AdaptedLinear(torch.nn.Module):
     """base(x) + scale · B·A·x, with the products that the trainer's own adapter layers make."""
@@ -14,6 +16,7 @@ class AdaptedLinear(torch.nn.Module):
         super().__init__()
         self.weight, self.bias, self._scale = base.weight, base.bias, scale
         self.out_features = base.out_features
+        self._linear = exact_linear if isinstance(base, ExactLinear) else linear
         shapes = {"a": (rank, base.in_features), "b": (base.out_features, rank)}
         for name, shape in shapes.items():
             self.register_buffer(name, base.weight.detach().new_zeros(shape), persistent=False)
@@ -26,4 +29,4 @@ class AdaptedLinear(torch.nn.Module):
         self.b.copy_(b)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias) + linear(linear(x, self.a), self.b) * self._scale
+        return self._linear(x, self.weight, self.bias) + linear(linear(x, self.a), self.b) * self._scale

@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from podium.engine._cuda.adapted import AdaptedLinear
+from podium.model.forward import sequence_logprobs
+from podium.model.load import load_policy
+from podium.model.products import ExactLinear, exact_product, keep_exact_sums
+from podium.settings import Model
+
+ROWS, WIDTH, OUT = 7, 32, 12
+
+
+def a_layer(*, bias: bool) -> tuple[ExactLinear, torch.Tensor]:
+    torch.manual_seed(0)
+    return ExactLinear(WIDTH, OUT, bias=bias), torch.randn(2, ROWS, WIDTH, requires_grad=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_autocast_the_factors_are_rounded_and_the_sum_is_not(bias):
+    layer, x = a_layer(bias=bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made, rounded = layer(x), linear(x, layer.weight, layer.bias)
+
+    exact = linear(x.bfloat16().double(), layer.weight.bfloat16().double())
+    if bias:
+        exact = exact + layer.bias.double()
+    assert made.dtype == torch.float32
+    assert rounded.dtype == torch.bfloat16
+    assert (made - exact).abs().max() < 1e-6
+    assert (rounded - exact).abs().max() > 1e-4
+
+
+def test_without_autocast_it_is_a_plain_layer():
+    layer, x = a_layer(bias=True)
+    assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+    half = layer.bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_gradients_are_those_of_the_rounded_factors():
+    layer, x = a_layer(bias=True)
+    arriving = torch.randn(2, ROWS, OUT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x).backward(arriving)
+
+    halves = [tensor.detach().bfloat16().double() for tensor in (x, layer.weight, arriving)]
+    of_x, of_weight = halves[2] @ halves[1], halves[2].flatten(0, 1).T @ halves[0].flatten(0, 1)
+    assert x.grad is not None
+    assert (x.grad - of_x).abs().max() < 2**-8 * of_x.abs().max()  # arrives in bfloat16, as in autocast
+    assert layer.weight.grad is not None
+    assert (layer.weight.grad - of_weight).abs().max() < 1e-5
+    assert layer.bias.grad is not None
+    assert torch.allclose(layer.bias.grad, arriving.sum((0, 1)), atol=1e-5)
+
+
+def test_frozen_weights_get_no_gradient():
+    layer, x = a_layer(bias=False)
+    layer.weight.requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+
+
+def test_compiled_it_computes_the_same():
+    layer, x = a_layer(bias=False)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+        traced = torch.autograd.grad(compiled(x).square().sum(), (x, layer.weight))
+    for one, other in zip(plain, traced, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_product_has_the_precision_of_its_sums(dtype):
+    a, b = torch.randn(3, 5).to(dtype), torch.randn(5, 4).to(dtype)
+    made = exact_product(a, b)
+    assert made.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.allclose(made.double(), a.double() @ b.double(), atol=1e-5)
+
+
+def test_of_a_model_the_layers_that_write_to_the_residual_stream_keep_their_sums():
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    model = AutoModelForCausalLM.from_config(config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    keep_exact_sums(model)
+
+    kinds = {name.rpartition(".")[2]: type(m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind is ExactLinear} == {"o_proj", "down_proj"}
+    assert kinds["q_proj"] is kinds["lm_head"] is torch.nn.Linear
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_with_an_adapter_beside_it_the_sum_of_both_is_not_rounded():
+    layer, x = a_layer(bias=False)
+    adapted = AdaptedLinear(layer, rank=2, scale=0.5)
+    plain = AdaptedLinear(torch.nn.Linear(WIDTH, OUT), rank=2, scale=0.5)
+    adapted.load(torch.randn(2, WIDTH), torch.randn(OUT, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = adapted(x)
+        beside = linear(linear(x, adapted.a), adapted.b) * 0.5
+        assert torch.equal(made, layer(x) + beside)
+        assert made.dtype == torch.float32
+        assert plain(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lora", [False, {}])
+def test_a_loaded_policy_adds_unrounded_sums_to_its_residual_stream(lora):
+    policy = load_policy(Model.model_validate({"device": "cpu", "lora": lora}), seed=0)
+    seen: dict[str, set[torch.dtype]] = {}
+    for name, module in policy.model.named_modules():
+        last = name.rpartition(".")[2]
+        if last.endswith("_proj"):
+            module.register_forward_hook(lambda _, __, made, last=last: seen.setdefault(last, set()).add(made.dtype))
+    sequence_logprobs(policy.model, [1, 2, 3], compute_dtype=torch.bfloat16)
+
+    assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == {"o_proj", "down_proj"}
+    assert seen["q_proj"] == seen["up_proj"] == {torch.bfloat16}
+    assert isinstance(policy.twin.get_submodule("model.layers.0.mlp.down_proj"), ExactLinear)
