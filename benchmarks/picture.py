@@ -66,7 +66,7 @@ def ran(model: Model) -> dict[str, Any]:
 
 
 def table(models: Mapping[str, Model]) -> str:
-    """Markdown; `TRL / this` is against the fastest TRL of the same model on the same machine."""
+    """Markdown; `TRL / this` is against the fastest TRL of the same model on the same machine, that of Podium's row."""
     lines = [
         "| model, rollouts × tokens | | s/step | TRL / this | generated tokens/s | peak GB | logprob mismatch |",
         "|---|---|---|---|---|---|---|",
@@ -76,7 +76,8 @@ def table(models: Mapping[str, Model]) -> str:
         for contender, facts in contenders.items():
             beside = [rival for rival, other in contenders.items() if on_one_machine(facts, other)]
             trl = [contenders[rival]["seconds_median"] for rival in beside if rival.startswith("trl-")]
-            ratio = f"{min(trl) / facts['seconds_median']:.1f}" if trl else "–"
+            is_beside = "podium" in beside or "podium" not in contenders
+            ratio = f"{min(trl) / facts['seconds_median']:.1f}" if trl and is_beside else "–"
             lines.append(
                 f"| {name}, {work['prompts_per_step'] * 8} × {work['max_new_tokens']} | {title(contender)} "
                 f"| {facts['seconds_median']:.2f} | {ratio} | {facts['generated_tokens_per_s']:,.0f} "
