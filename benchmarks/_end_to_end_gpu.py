@@ -59,7 +59,7 @@ class Workload:
     max_new_tokens: int
     reward: str
     trl_batches: tuple[int, ...] = ()
-    """Rollouts that TRL takes at a time; more than the largest do not fit beside vLLM."""
+    """Rollouts that TRL takes at a time."""
     threshold: float | None = None
     """Mean reward whose time is told."""
     shape: Mapping[str, Any] | None = None
@@ -74,7 +74,7 @@ QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "num_attention_heads": 
 QWEN3_SMALL = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
 QWEN3_LARGE = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
 WORKLOADS = {
-    "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128), threshold=0.2),
+    "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128, 256), threshold=0.2),
     "qwen3-0.6b": Workload(32, 512, "hash", (16, 32), shape=QWEN3_SMALL),
     "qwen3-1.7b": Workload(16, 1024, "hash", (4, 8), shape=QWEN3_LARGE),
     "smollm2-135m-long": Workload(64, 1024, "arithmetic", (32, 64), threshold=0.2),

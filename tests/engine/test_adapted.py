@@ -4,15 +4,20 @@ import pytest
 import torch
 
 from podium.engine._cuda.adapted import AdaptedLinear
+from podium.model.products import ExactLinear
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Linear, ExactLinear])
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_computes_what_peft_computes_under_autocast(bias: bool) -> None:
+def test_it_computes_what_peft_computes_under_autocast(bias: bool, kind: type[torch.nn.Linear]) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(24, 16, bias=bias))
-    base = copy.deepcopy(model[0]).bfloat16()
+    model = torch.nn.Sequential(kind(24, 16, bias=bias))
+    base = copy.deepcopy(model[0])
+    base.weight.data = base.weight.data.bfloat16()
+    if bias and kind is torch.nn.Linear:
+        base.bias.data = base.bias.data.bfloat16()
     peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False))
     layer = model[0]
     adapted = AdaptedLinear(base, rank=4, scale=3.0)

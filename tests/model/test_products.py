@@ -1,11 +1,16 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from podium.engine._cuda.adapted import AdaptedLinear
+from podium.engine.inprocess import Inprocess
+from podium.model import attention, products
 from podium.model.forward import sequence_logprobs
-from podium.model.load import load_policy
+from podium.model.load import load_policy, twin_of
 from podium.model.products import ExactLinear, exact_product, keep_exact_sums
 from podium.settings import Model
 
@@ -55,12 +60,15 @@ def test_gradients_are_those_of_the_rounded_factors():
     assert torch.allclose(layer.bias.grad, arriving.sum((0, 1)), atol=1e-5)
 
 
-def test_frozen_weights_get_no_gradient():
+def test_the_gradient_of_frozen_weights_is_not_computed(monkeypatch):
     layer, x = a_layer(bias=False)
     layer.weight.requires_grad_(False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(x).sum().backward()
-    assert layer.weight.grad is None
+        made = layer(x).sum()
+    asked = []
+    monkeypatch.setattr(products, "exact_product", lambda *factors: asked.append(factors))
+    made.backward()
+    assert not asked
     assert x.grad is not None
 
 
@@ -122,3 +130,33 @@ def test_a_loaded_policy_adds_unrounded_sums_to_its_residual_stream(lora):
     assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == {"o_proj", "down_proj"}
     assert seen["q_proj"] == seen["up_proj"] == {torch.bfloat16}
     assert isinstance(policy.twin.get_submodule("model.layers.0.mlp.down_proj"), ExactLinear)
+
+
+def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
+    policy = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
+    assert not [module for module in policy.model.modules() if isinstance(module, ExactLinear)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(bias):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_bias=bias,
+        mlp_bias=bias,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    keep_exact_sums(model)
+    engine: Any = SimpleNamespace(_model=twin_of(model), _compute_dtype=torch.bfloat16, _scale=1.0)
+    Inprocess._halve(engine, {})
+
+    assert engine._model.get_submodule("model.layers.0.mlp.down_proj").weight.dtype == torch.bfloat16
+    expected = sequence_logprobs(model, list(range(1, 20)), compute_dtype=torch.bfloat16)
+    assert sequence_logprobs(engine._model, list(range(1, 20)), compute_dtype=torch.bfloat16) == expected

@@ -159,7 +159,10 @@ def single_steps(lora: bool, rank: int = 0, ranks: int = 1) -> list[dict[str, An
 def sharded_steps(
     name: str, options: dict[str, Any], lora: bool, folder: str, start: str | None = None, rank: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
-    """Two steps of a trainer by its name, from the checkpoint `start` if there is one; its own goes into `folder`."""
+    """Two steps of a trainer by its name, from the checkpoint `start` if there is one; its own goes into `folder`.
+
+    With a `reference` among the options the loss keeps near it.
+    """
     from safetensors.torch import load_file, save_file
 
     from podium.lookup import find
@@ -169,7 +172,8 @@ def sharded_steps(
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     section = Model.model_validate({"device": "cpu"} if lora else {"device": "cpu", "lora": False})
-    trainer = find("trainer", name)(load_policy(section, seed=0), Objective(grpo), 10, lr=1e-4, **options)
+    loss = Objective(grpo, kl_beta=0.1 if "reference" in options else 0.0)
+    trainer = find("trainer", name)(load_policy(section, seed=0), loss, 10, lr=1e-4, **options)
     if start is not None:
         trainer.load_state(load_file(start))
     metrics = []
@@ -192,6 +196,28 @@ def sharded_steps(
         "model": str(model),
         "offloaded": any(getattr(trainer._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")),
     }
+
+
+def step_without_memory(name: str, options: dict[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, float]:
+    """A step of a trainer that runs out of memory once, in the middle of a backward pass."""
+    from podium.lookup import find
+    from podium.model.load import load_policy
+    from podium.settings import Model
+    from tests.trainer.test_single import a_group
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    policy = load_policy(Model.model_validate({"device": "cpu", "lora": False}), seed=0)
+    trainer = find("trainer", name)(policy, Objective(grpo), 10, lr=1e-4, **options)
+    left = [1]
+
+    def run_out(module: Any, arriving: Any) -> None:
+        if left:
+            left.pop()
+            raise torch.OutOfMemoryError("too large")
+
+    policy.model.get_submodule("model.layers.0.mlp").register_full_backward_pre_hook(run_out)
+    batches = pack([a_group(trainer, 4)], max_tokens_per_batch=60, temperature=1.0, ranks=ranks)
+    return dict(asyncio.run(trainer.step(batches[rank::ranks])).metrics)
 
 
 class Pair:

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from podium.errors import InputError
 from podium.lookup import find, option_fields
 from podium.model.load import load_policy
+from podium.records import ReferenceSettings
 from podium.settings import Model
 from podium.trainer.single import Single
-from tests.trainer.ranks import Pair, sharded_steps
+from tests.trainer.ranks import Pair, sharded_steps, step_without_memory
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
@@ -87,6 +88,38 @@ def test_two_ranks_train_as_one_process_and_each_takes_the_others_checkpoint(
     written, expected = (load_file(Path(result["model"]) / file) for result in (two, one))
     assert written.keys() == expected.keys()
     assert all(torch.allclose(written[name], expected[name], atol=TOLERANCE) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "options"),
+    [
+        ("fsdp", {}, {"reference": ReferenceSettings()}),
+        ("fsdp", {}, {"precision": "bfloat16"}),
+        ("deepspeed", {"zero": 3}, {"precision": "bfloat16"}),
+    ],
+    ids=["fsdp, reference", "fsdp, bfloat16", "zero-3, bfloat16"],
+)
+def test_so_they_do_beside_a_reference_and_in_half_precision(
+    pair: Pair, name: str, own: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (extra deepspeed)")
+    whole = on_two(pair, ("single", options), False, tmp_path / "whole")  # on two as well: batches of the same shapes
+    assert_same(on_two(pair, (name, own | options), False, tmp_path / "spread"), whole)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_out_of_memory_ends_the_run_where_a_pass_cannot_begin_again(name: str, tmp_path: Path) -> None:
+    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (extra deepspeed)")
+    assert step_without_memory("single", {})["optim/grad_norm"] > 0
+    pair = Pair(tmp_path)
+    try:
+        for result in pair(step_without_memory, name, {}):
+            assert isinstance(result, InputError)
+            assert "lower pack.max_tokens_per_batch" in str(result)
+    finally:
+        pair.close()
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])

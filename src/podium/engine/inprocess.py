@@ -42,7 +42,7 @@ from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
 from podium.model.logprobs import capped, logits_of
-from podium.model.products import is_plain_linear
+from podium.model.products import ExactLinear, is_plain_linear
 from podium.model.self_check import TOLERANCE
 from podium.records import Answer, Request, Sampling
 
@@ -126,7 +126,8 @@ class Inprocess:
         linears = [(n, m) for n, m in self._model.named_modules() if is_plain_linear(m) and m is not head]
         for _, module in linears:
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, _frozen(parameter.detach().to(self._compute_dtype)))
+                if name == "weight" or not isinstance(module, ExactLinear):  # whose bias joins sums in float32
+                    setattr(module, name, _frozen(parameter.detach().to(self._compute_dtype)))
         for name, module in linears:
             if name in ranks:
                 self._model.set_submodule(name, AdaptedLinear(module, ranks[name], self._scale))

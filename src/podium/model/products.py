@@ -8,7 +8,6 @@ of float32 weights, and for what attention and the MLP add to the residual strea
 from typing import TypeGuard
 
 import torch
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 EXACT_NAMES = ("o_proj", "down_proj")
@@ -30,16 +29,17 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class ExactLinear(torch.nn.Linear):
-    """In autocast: factors rounded as everywhere, their sum left in float32. Else a plain linear layer."""
+    """Computes `exact_linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return exact_linear(input, self.weight, self.bias)
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """In autocast: factors rounded as everywhere, their sum and the bias left in float32. Else a plain linear layer."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)  # by its full name: DeepSpeed puts its own there
     product = _Product.apply(x.to(torch.get_autocast_dtype(kind)), weight)
     return product if bias is None else product + bias  # type: ignore[return-value,operator]
 
@@ -71,7 +71,8 @@ def is_plain_linear(layer: object) -> TypeGuard[torch.nn.Linear]:
 
 
 def keep_exact_sums(model: PreTrainedModel) -> None:
-    """Of the layers that write to the residual stream; each keeps its place, its name and its weights."""
+    """Of the layers that write to a residual stream in float32; each keeps its place, its name and its weights."""
     for name, layer in model.named_modules():
-        if type(layer) is torch.nn.Linear and name.rpartition(".")[2] in EXACT_NAMES:
+        is_residual = name.rpartition(".")[2] in EXACT_NAMES
+        if is_residual and type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
             layer.__class__ = ExactLinear

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from podium.errors import RankError
+from podium.errors import InputError, RankError
 from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
@@ -17,6 +17,10 @@ from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_over_ranks, worst
 
 LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
+TOO_LARGE = (
+    "a batch does not fit into memory, and a pass over weights that are spread over ranks cannot begin again: lower "
+    "pack.max_tokens_per_batch or set trainer.gradient_checkpointing = true"
+)
 
 
 def gradients_of_update(
@@ -28,13 +32,15 @@ def gradients_of_update(
     halvings: int,
     backward: Callable[[torch.Tensor, bool], None],
     sum_gradients: Callable[[], None],
+    *,
+    can_cut: bool = True,
 ) -> tuple[dict[str, float], int]:
     """(metrics, halvings): the update's gradient, with every batch cut in two `halvings` times.
 
     Out of memory on any rank, all batches of all ranks are cut once more and the whole update is done again from a
     clean gradient: it is the same gradient, since shares add up. A single document that does not fit is more than can
-    be helped. `parameters` are the optimizer's own, which a model with spread weights need not have in place just now.
-    `backward(loss, is_last)` is called for each batch, `sum_gradients()` after them all.
+    be helped; without `can_cut` so is any batch. `backward(loss, is_last)` is called for each batch, `sum_gradients()`
+    after them all. `parameters` are the optimizer's own, which a model with spread weights need not have in place now.
     """
     while True:
         parts = batches
@@ -42,7 +48,7 @@ def gradients_of_update(
             parts = [place(part) for placed in batches for part in halved(placed.batch.to("cpu"), halvings)]
         for parameter in parameters:
             parameter.grad = None
-        totals = _attempt(logprobs_of, parts, loss, backward)
+        totals = _attempt(logprobs_of, parts, loss, backward, can_cut=can_cut)
         if totals is not None:
             sum_gradients()
             return _metrics(totals), halvings
@@ -52,15 +58,22 @@ def gradients_of_update(
 
 
 def _attempt(
-    logprobs_of: LogprobsOf, parts: Sequence[Placed], loss: Loss, backward: Callable[[torch.Tensor, bool], None]
+    logprobs_of: LogprobsOf,
+    parts: Sequence[Placed],
+    loss: Loss,
+    backward: Callable[[torch.Tensor, bool], None],
+    *,
+    can_cut: bool,
 ) -> dict[str, torch.Tensor] | None:
     """The sums of this rank's batches, or None if these or another rank's do not fit. One rank's error stops all."""
     totals, device = None, parts[0].row.token_ids.device
     try:
         totals = accumulate_gradients(logprobs_of, parts, loss, backward)
     except Exception as error:
-        can_be_cut = any(part.batch.num_documents > 1 for part in parts)
-        if not (isinstance(error, torch.OutOfMemoryError) and can_be_cut):
+        is_too_large = isinstance(error, torch.OutOfMemoryError)
+        if is_too_large and not can_cut:
+            raise InputError(TOO_LARGE) from error
+        if not is_too_large or all(part.batch.num_documents == 1 for part in parts):
             worst_over_ranks(Outcome.FAILED, device)
             raise
     # Outside the handler: the exception holds on to the failed pass's memory.

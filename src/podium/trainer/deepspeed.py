@@ -47,6 +47,8 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 @with_options_of(Single)
 class Deepspeed(Single):
+    can_cut = False
+
     def __init__(
         self,
         policy: Policy,

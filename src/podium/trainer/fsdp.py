@@ -21,6 +21,7 @@ from podium.trainer.single import Single
 
 class Fsdp(Single):
     is_sharded = True
+    can_cut = False
 
     def _spread_weights(self) -> None:
         if not dist.is_initialized():

@@ -37,6 +37,8 @@ class Single:
 
     is_sharded: ClassVar[bool] = False
     """Whether a rank holds a part of each weight only; then an engine needs a copy of its own."""
+    can_cut: ClassVar[bool] = True
+    """Whether a pass that ran out of memory can begin again, with smaller batches."""
 
     def __init__(
         self,
@@ -282,6 +284,7 @@ class Single:
             self._halvings,
             self._backward,
             self._sum_gradients,
+            can_cut=self.can_cut,
         )
         self._model.eval()
         norm = self._clip_gradients()
