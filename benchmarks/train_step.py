@@ -6,8 +6,9 @@
     train_step.py --shape smollm2-135m … --trl 64       the same step by TRL's trainer, 64 rollouts at a time
 
 Random weights of a real model's shape, answers of spread lengths or of one (`--even`), full weights. Tokens are those
-of prompts and answers as sampled, whether or not a prompt is computed once for its group. MFU is 6 · parameters · tokens
-over the GPU's peak in bfloat16 (`--peak`, 790 TFLOP/s for an H200); on a CPU it means nothing. Prints one line of JSON.
+of prompts and answers as sampled, whether or not a prompt is computed once for its group. MFU is 6 · parameters ·
+tokens over the GPU's peak in bfloat16 (`--peak`, 790 TFLOP/s for an H200); on a CPU it means nothing. Prints one line
+of JSON.
 """
 
 import argparse
