@@ -44,6 +44,14 @@ def test_without_autocast_it_is_a_plain_layer():
     assert half(x.bfloat16()).dtype == torch.bfloat16
 
 
+def test_without_autocast_it_calls_what_zero_3_puts_in_the_place_of_linear(monkeypatch):
+    layer, x = a_layer(bias=True)
+    called = []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: called.append(given))
+    layer(x)
+    assert called == [(x, layer.weight, layer.bias)]
+
+
 def test_gradients_are_those_of_the_rounded_factors():
     layer, x = a_layer(bias=True)
     arriving = torch.randn(2, ROWS, OUT)
