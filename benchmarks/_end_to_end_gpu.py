@@ -75,8 +75,8 @@ QWEN3_SMALL = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidd
 QWEN3_LARGE = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
 WORKLOADS = {
     "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128, 256), threshold=0.2),
-    "qwen3-0.6b": Workload(32, 512, "hash", (16, 32), shape=QWEN3_SMALL),
-    "qwen3-1.7b": Workload(16, 1024, "hash", (4, 8), shape=QWEN3_LARGE),
+    "qwen3-0.6b": Workload(32, 512, "hash", (16, 32, 64), shape=QWEN3_SMALL),
+    "qwen3-1.7b": Workload(16, 1024, "hash", (4, 8, 16), shape=QWEN3_LARGE),
     "smollm2-135m-long": Workload(64, 1024, "arithmetic", (32, 64), threshold=0.2),
     "qwen3-0.6b-long": Workload(32, 1024, "hash", (8, 16), shape=QWEN3_SMALL),
 }

@@ -9,6 +9,7 @@ the order of the requests for that reason, others as they become whole.
 import asyncio
 from collections.abc import Iterable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,10 +121,7 @@ class Pool(Together):
         if options["floor"] > all_members:
             raise InputError(f"engine.floor = {options['floor']}: the pool has at most {all_members} members")
         if of or not urls:
-            name = of or "inprocess"
-            validate_options("engine.member", find("engine", name), options["member"])
-            if options["member"].get("sleep"):
-                raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
+            _refuse_processes(of or "inprocess", options["member"])
 
     @property
     def weights_root(self) -> Path:
@@ -227,3 +225,12 @@ class Pool(Together):
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
+
+
+def _refuse_processes(engine: str, options: Mapping[str, Any]) -> None:
+    """Processes of the pool's own that could not start, or whose options are wrong."""
+    if find_spec("fastapi") is None:
+        raise InputError("engine.name = 'pool' starts servers, which need FastAPI: pip install 'podium-rl[server]'")
+    validate_options("engine.member", find("engine", engine), options)
+    if options.get("sleep"):
+        raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
