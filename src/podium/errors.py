@@ -30,6 +30,10 @@ class RankError(PodiumError):
     """Another rank of the same optimizer step failed."""
 
 
+class TooLargeError(PodiumError):
+    """A batch does not fit into memory, and this trainer cannot cut it."""
+
+
 class ReferenceLostError(PodiumError):
     """The process that keeps the reference died or does not answer."""
 

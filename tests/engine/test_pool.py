@@ -13,7 +13,7 @@ import podium.engine.pool as pool_module
 from podium.engine._pool.keeper import PoolFolder, hold, sweep
 from podium.engine._pool.thread import PoolThread
 from podium.engine.pool import Pool
-from podium.errors import InputError, ParityError
+from podium.errors import EngineError, InputError, ParityError
 from podium.model import device_thread
 from podium.model.handoff import manifest_of, publish, read_published, remove_published
 from podium.model.load import load_policy
@@ -159,3 +159,12 @@ def test_the_workers_share_the_threads_of_the_runs_team(tmp_path: Path, monkeypa
         device_thread.SHARED.set_team(before)
         device_thread.set_num_threads(before)
     assert given == [2]  # of the four, though the thread that asks has one
+
+
+def test_processes_of_its_own_need_fastapi_which_is_said_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
+    monkeypatch.setattr(pool_module, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"need FastAPI: pip install 'podium-rl\[server\]'"):
+        Pool(policy)
+    with pytest.raises(EngineError, match="cannot be reached"):  # of servers elsewhere it asks nothing but an answer
+        Pool(policy, urls=["http://127.0.0.1:1"])

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from podium.engine import pool
 from podium.engine._pool.members import Limit
 from podium.errors import BusyError, EngineError, InputError, WeightsError
 from podium.records import Sampling
-from podium.settings import Settings
-from tests.conftest import small_tables
 from tests.engine.crew import Crew, FakeWorker, a_call, crash
 
 
@@ -417,13 +414,3 @@ def test_members_are_added_while_requests_wait_and_retired_when_idle() -> None:
     assert [event["members"] for event in crew.of("scaled")] == [2, 3, 2, 1]
     assert not crew.of("worker_lost")
     assert [worker.has_ended for worker in crew.workers].count(True) == 3  # the last one when the pool closed
-
-
-def test_a_pool_of_processes_asks_for_the_package_that_they_need_before_anything_starts(monkeypatch, tmp_path) -> None:
-    own = Settings.from_dict(small_tables(tmp_path) | {"engine": {"name": "pool"}})
-    others = Settings.from_dict(small_tables(tmp_path) | {"engine": {"name": "pool", "urls": ["http://127.0.0.1:1"]}})
-    own.resolve()
-    monkeypatch.setattr(pool, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"need FastAPI: pip install 'podium-rl\[server\]'"):
-        own.resolve()
-    others.resolve()

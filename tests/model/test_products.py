@@ -4,15 +4,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from podium.engine._cuda.adapted import AdaptedLinear
 from podium.engine.inprocess import Inprocess
-from podium.model import attention, products
+from podium.model import products
 from podium.model.forward import sequence_logprobs
 from podium.model.load import load_policy, twin_of
 from podium.model.products import ExactLinear, exact_product, keep_exact_sums
 from podium.settings import Model
+from tests.model.test_attention import SHAPES, a_model
 
 ROWS, WIDTH, OUT = 7, 32, 12
 
@@ -99,8 +99,7 @@ def test_a_product_has_the_precision_of_its_sums(dtype):
 
 
 def test_of_a_model_the_layers_that_write_to_the_residual_stream_keep_their_sums():
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
-    model = AutoModelForCausalLM.from_config(config)
+    model = a_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     keep_exact_sums(model)
 
@@ -146,21 +145,12 @@ def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(bias):
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_bias=bias,
-        mlp_bias=bias,
-    )
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(shape, bias):
+    model: Any = a_model(shape)
+    for layer in model.get_decoder().modules():
+        if bias and isinstance(layer, torch.nn.Linear):
+            layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
     keep_exact_sums(model)
     engine: Any = SimpleNamespace(_model=twin_of(model), _compute_dtype=torch.bfloat16, _scale=1.0)
     Inprocess._halve(engine, {})

@@ -136,6 +136,27 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, v
     assert ranks_of(mark) == {}
 
 
+SHORT_OF_MEMORY = """
+import os
+import torch
+from podium.loss.grpo import grpo
+
+def short_of_memory(policy_logprobs, old_logprobs, batch):
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("too large")
+    return grpo(policy_logprobs, old_logprobs, batch)
+"""
+
+
+def test_a_rank_whose_batch_does_not_fit_says_what_to_do_and_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(SHORT_OF_MEMORY)
+    loss = f"--loss.name={tmp_path / 'losses.py'}:short_of_memory"
+    done = train(tmp_path / "run", "--runtime.ranks=2", "--trainer.name=fsdp", loss)
+    assert done.returncode == 1
+    assert "podium: rank 1: a batch does not fit into memory" in done.stderr
+    assert "lower pack.max_tokens_per_batch" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ranks", "tables", "complaint"),
     [

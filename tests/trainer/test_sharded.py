@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from podium.errors import InputError
+from podium.errors import InputError, TooLargeError
 from podium.lookup import find, option_fields
 from podium.model.load import load_policy
 from podium.records import ReferenceSettings
@@ -116,7 +116,7 @@ def test_out_of_memory_ends_the_run_where_a_pass_cannot_begin_again(name: str, t
     pair = Pair(tmp_path)
     try:
         for result in pair(step_without_memory, name, {}):
-            assert isinstance(result, InputError)
+            assert isinstance(result, TooLargeError)
             assert "lower pack.max_tokens_per_batch" in str(result)
     finally:
         pair.close()

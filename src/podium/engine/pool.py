@@ -84,6 +84,8 @@ class Pool(Together):
         self.in_flight = False
         self.outlives_run = bool(urls)
         self._policy, self._of = policy, of or (None if urls else "inprocess")
+        if self._of is not None and find_spec("fastapi") is None:
+            raise InputError("engine.name = 'pool' starts servers, which need FastAPI: pip install 'podium-rl[server]'")
         self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
         self._start_s, self._request_s = start_s, request_s
         dtype = self._precision(member.get("dtype"), floor)
@@ -121,7 +123,10 @@ class Pool(Together):
         if options["floor"] > all_members:
             raise InputError(f"engine.floor = {options['floor']}: the pool has at most {all_members} members")
         if of or not urls:
-            _refuse_processes(of or "inprocess", options["member"])
+            name = of or "inprocess"
+            validate_options("engine.member", find("engine", name), options["member"])
+            if options["member"].get("sleep"):
+                raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
 
     @property
     def weights_root(self) -> Path:
@@ -225,12 +230,3 @@ class Pool(Together):
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
-
-
-def _refuse_processes(engine: str, options: Mapping[str, Any]) -> None:
-    """Processes of the pool's own that could not start, or whose options are wrong."""
-    if find_spec("fastapi") is None:
-        raise InputError("engine.name = 'pool' starts servers, which need FastAPI: pip install 'podium-rl[server]'")
-    validate_options("engine.member", find("engine", engine), options)
-    if options.get("sleep"):
-        raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")

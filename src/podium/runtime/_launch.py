@@ -126,10 +126,14 @@ def _follow(settings: Any) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    line = join()
     try:
-        serve_rank(settings, read_sources(settings.data), join())
+        serve_rank(settings, read_sources(settings.data), line)
     except InputError:
         return 0  # rank 0 has the same settings and says so
+    except PodiumError as error:
+        print(f"podium: rank {line.rank}: {error}", file=sys.stderr)  # rank 0 only sees that it is gone
+        return 1
     return 0
 
 

@@ -50,11 +50,8 @@ class Published:
 def locate(root: Path, name: str) -> Published:
     """The published folder of that name. Nothing is opened that is not, links resolved, right under the root."""
     folder = root / name
-    for path in (folder, root / f"{folder.name}.json"):
-        if path.resolve() != root.resolve() / path.name or path.is_symlink():
-            raise Refusal(403, "weights are read from the server's root only")
-        if not path.exists():
-            raise Refusal(404, f"there are no weights called {name}")
+    _refuse_elsewhere(root, folder, name)  # first: what is elsewhere need not have a name that a manifest could have
+    _refuse_elsewhere(root, manifest_of(folder), name)
     manifest = _json(manifest_of(folder), f"{name}.json")
     is_adapter = manifest.get("kind") == "adapter"
     file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
@@ -66,6 +63,13 @@ def locate(root: Path, name: str) -> Published:
     except ValidationError:
         raise WeightsError(f"{name}: adapter_config.json is not one of plain LoRA") from None
     return Published(folder, shape, sha256)
+
+
+def _refuse_elsewhere(root: Path, path: Path, name: str) -> None:
+    if path.resolve() != root.resolve() / path.name or path.is_symlink():
+        raise Refusal(403, "weights are read from the server's root only")
+    if not path.exists():
+        raise Refusal(404, f"there are no weights called {name}")
 
 
 def read(published: Published, policy: Policy, version: int) -> dict[str, torch.Tensor]:

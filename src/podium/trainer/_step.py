@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from podium.errors import InputError, RankError
+from podium.errors import RankError, TooLargeError
 from podium.model.forward import Placed
 from podium.records import Batch, LossOutput
 from podium.stages import Loss
@@ -17,9 +17,9 @@ from podium.trainer._ranks import ANOTHER_FAILED, Outcome, sum_over_ranks, worst
 
 LogprobsOf = Callable[[Placed], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
-TOO_LARGE = (
-    "a batch does not fit into memory, and a pass over weights that are spread over ranks cannot begin again: lower "
-    "pack.max_tokens_per_batch or set trainer.gradient_checkpointing = true"
+NOT_AGAIN = (
+    "a batch does not fit into memory, and a trainer that spreads weights or gradients over ranks cannot begin a pass "
+    "again: lower pack.max_tokens_per_batch or set trainer.gradient_checkpointing = true"
 )
 
 
@@ -72,7 +72,7 @@ def _attempt(
     except Exception as error:
         is_too_large = isinstance(error, torch.OutOfMemoryError)
         if is_too_large and not can_cut:
-            raise InputError(TOO_LARGE) from error
+            raise TooLargeError(NOT_AGAIN) from error
         if not is_too_large or all(part.batch.num_documents == 1 for part in parts):
             worst_over_ranks(Outcome.FAILED, device)
             raise
