@@ -8,7 +8,8 @@ temperature, bfloat16 products over float32 weights, loss (mean over the step's 
 KL), AdamW, learning rate and seed; no group is skipped. Podium computes a prompt once for its group in training too
 (`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with TRL's fastest settings otherwise; `trl-docs` is
 what its documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
-while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum. What was
+while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum;
+`podium-mlp` rounds less on its way (`model.exact_sums = "mlp"`), and so does `podium-vllm-mlp`'s trainer. What was
 measured before stays in the results file, so a model or a contender can be measured by itself. A step's time is from
 the end of the step before it to its own end. Memory is what the whole GPU has given away, at its highest. MFU counts
 the tokens that passed through the model, padding aside.
@@ -41,7 +42,7 @@ from _trl_config import trl_config
 from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
-PODIUM = ("podium", "podium-overlap", "podium-vllm")
+PODIUM = ("podium", "podium-overlap", "podium-mlp", "podium-vllm")
 TRL_AS_DOCUMENTED, TRL_DEFAULT_BATCH = "trl-docs", 8
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
@@ -204,7 +205,7 @@ def ratios(contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     ran = {name: each for name, each in contenders.items() if "failed" not in each}
     ran = {name: each for name, each in ran.items() if "podium" in ran and on_one_machine(each, ran["podium"])}
     trl = [each for name, each in ran.items() if name.startswith("trl")]
-    with_vllm = [each for name, each in ran.items() if name not in ("podium", "podium-overlap")]
+    with_vllm = [each for name, each in ran.items() if name == "podium-vllm" or name.startswith("trl")]
     if "podium" not in ran or not with_vllm:
         return {}
     mine = ran["podium"]
@@ -216,8 +217,12 @@ def ratios(contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         best = min(trl, key=lambda each: each["seconds_median"])
         made["step_seconds"] = best["seconds_median"] / mine["seconds_median"]
         made["peak_memory"] = mine["peak_memory_gb"] / best["peak_memory_gb"]
-        if "podium-overlap" in ran:
-            made["step_seconds_overlapped"] = best["seconds_median"] / ran["podium-overlap"]["seconds_median"]
+        for name in ran.keys() & {"podium-overlap", "podium-mlp"}:
+            made[f"step_seconds_{name}"] = best["seconds_median"] / ran[name]["seconds_median"]
+    if {"podium-mlp", "podium-vllm-mlp"} <= ran.keys():
+        made["mismatch_podium-mlp"] = (
+            ran["podium-mlp"]["mismatch_abs_mean"] / ran["podium-vllm-mlp"]["mismatch_abs_mean"]
+        )
     return {name: round(value, 3) for name, value in made.items()}
 
 
@@ -363,11 +368,17 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
                 "rollouts_per_prompt": GROUP_SIZE,
                 "max_lag": 1 if variant == "-overlap" else 0,
             },
-            "model": {"name": str(folder), "dtype": "float32", "device": "cuda", "lora": False},
+            "model": {
+                "name": str(folder),
+                "dtype": "float32",
+                "device": "cuda",
+                "lora": False,
+                "exact_sums": "mlp" if variant.endswith("-mlp") else "residual",
+            },
             "data": [{"name": "arithmetic", "operations": "+"}],
             "reward": [reward],
             "rollout": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens, "system": SYSTEM},
-            "engine": vllm if variant == "-vllm" else {"name": "inprocess"},
+            "engine": vllm if variant.startswith("-vllm") else {"name": "inprocess"},
             "filter": {"drop_no_signal": False},
             "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE, "precision": "bfloat16"},

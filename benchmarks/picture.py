@@ -18,7 +18,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "images"
 BEGIN, END = "<!-- made by benchmarks/picture.py -->", "<!-- end -->"
-TITLES = {"podium": "Podium", "podium-vllm": "Podium, vLLM", "podium-overlap": "Podium, overlapped"}
+TITLES = {
+    "podium": "Podium",
+    "podium-overlap": "Podium, overlapped",
+    "podium-mlp": "Podium, exact MLP",
+    "podium-vllm": "Podium, vLLM",
+    "podium-vllm-mlp": "Podium, vLLM, exact MLP",
+}
 COLOURS = {"generation": "#4477aa", "training": "#ddaa33", "other": "#bbbbbb"}
 CURVES = {"podium": "#4477aa", "podium-overlap": "#aa3377", "trl-128": "#ddaa33"}
 WIDTH, LEFT, ROW, BAR = 760, 230, 30, 18

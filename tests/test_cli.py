@@ -652,6 +652,20 @@ def test_eval_of_a_run_is_its_held_out_accuracy(finished_run: Path, capsys: pyte
     assert snapshot(finished_run) == before
 
 
+def test_what_a_run_trained_with_exact_sums_is_for_trainers_of_any_precision(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = ["--model.exact_sums=mlp", "--trainer.precision=bfloat16"]
+    (here / "other.toml").write_text(SETTINGS + HELD_OUT)
+    assert cli.main(["train", "good.toml", "--quiet", *exact]) == 0
+    assert cli.main(["eval", "run", "--eval.data.split=held_out", "--eval.data.max_rows=4"]) == 0
+    assert cli.main(["eval", "run", "other.toml"]) == 0
+    assert cli.main(["export", "run", "exported"]) == 0
+    capsys.readouterr()
+    assert cli.main(["eval", "run", "other.toml", "--model.exact_sums=mlp"]) == 2
+    assert "model.exact_sums = 'mlp' has no effect" in capsys.readouterr().err
+
+
 def test_eval_of_a_model_takes_data_and_rewards_from_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "eval.toml").write_text(SETTINGS + HELD_OUT)
     before = snapshot(here)

@@ -33,6 +33,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
             "name": "embedded",
             "dtype": "float32",
             "device": "auto",
+            "exact_sums": "residual",
             "lora": {"r": 16, "alpha": 32.0, "dropout": 0.0, "targets": "all-linear"},
             "trust_remote_code": False,
         },
@@ -323,6 +324,14 @@ def test_refills_have_a_bound_where_there_are_any(given: dict[str, Any], saved: 
     assert settings.to_dict()["filter"].get("max_refills") == saved
     assert settings.plan.max_refills == planned
     assert Settings.from_dict(settings.to_dict()) == settings
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_exact_sums_are_for_bfloat16_products_of_float32_weights(dtype: str, precision: str) -> None:
+    given = {"model": {"exact_sums": "mlp", "dtype": dtype}, "trainer": {"precision": precision}}
+    assert complaint(given).startswith("model.exact_sums = 'mlp' has no effect with trainer.precision")
+    given = {"model": {"exact_sums": "mlp"}, "trainer": {"precision": "bfloat16"}}
+    assert Settings.from_dict(given).model.exact_sums == "mlp"
 
 
 def test_bfloat16_under_lora_is_fine() -> None:

@@ -110,7 +110,9 @@ def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -
     """The tables with the model that is asked; a run's weights belong to its own model as a whole."""
     from podium.settings import Settings, override
 
-    own = trained.model if trained.run else tables.get("model", {})
+    given = tables.get("model", {})
+    how = {key: value for key, value in given.items() if key == "exact_sums"}
+    own = trained.model | how if trained.run else given
     made = override({**copy.deepcopy(tables), "model": copy.deepcopy(own)}, overrides)
     return Settings.from_dict(made if trained.run else {**made, "model": {**made["model"], **trained.model}})
 

@@ -30,6 +30,7 @@ CLASSES: dict[str, Class] = {
     "model.name": "refuse",
     "model.dtype": "refuse",
     "model.device": "warn",
+    "model.exact_sums": "warn",
     "model.lora": "refuse",
     "model.reference": "refuse",
     "model.trust_remote_code": "refuse",

@@ -119,6 +119,9 @@ class Model(Section):
     """Of the weights; bfloat16 only under LoRA, whose adapter stays in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+    exact_sums: Literal["residual", "mlp"] = "residual"
+    """Which matrix products are not rounded to bfloat16 under trainer.precision = "bfloat16": what joins the residual
+    stream; mlp: also what is inside the MLP, so sampler and trainer differ less, for more memory and some time."""
     lora: Lora | Literal[False] = Lora()
     """The adapter's table, or false to train every weight."""
     reference: Literal["initial"] | MovingReference | SeparateReference | None = None

@@ -120,6 +120,7 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
+        _refuse_idle_sums(self)
         _refuse_idle_evaluation(self.eval)
         _refuse_two_starts(self)
         return self
@@ -207,6 +208,15 @@ def _refuse_idle_evaluation(given: Eval) -> None:
     for k in given.pass_at or ():
         if k > given.n:
             raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
+
+
+def _refuse_idle_sums(settings: Settings) -> None:
+    precision, dtype = settings.trainer.options.get("precision", "float32"), settings.model.dtype
+    if settings.model.exact_sums == "mlp" and (precision, dtype) != ("bfloat16", "float32"):
+        raise InputError(
+            f"model.exact_sums = 'mlp' has no effect with trainer.precision = {precision!r} and model.dtype = "
+            f"{dtype!r}: it is for bfloat16 products of float32 weights; remove it"
+        )
 
 
 def _refuse_two_starts(settings: Settings) -> None:

@@ -41,5 +41,6 @@ def find_trained(target: str) -> Trained:
 
 
 def run_model(run: RunFolder) -> dict[str, Any]:
-    """The `[model]` table that a run was trained with."""
-    return read_toml(run.settings).get("model", {})
+    """The `[model]` table that a run was trained with, but for what only says how its trainer computed."""
+    table = read_toml(run.settings).get("model", {})
+    return {key: value for key, value in table.items() if key != "exact_sums"}

@@ -17,7 +17,7 @@ from podium.engine.inprocess import Inprocess
 from podium.model import attention
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
-from podium.model.products import keep_exact_sums
+from podium.model.products import ExactSums, keep_exact_sums
 from podium.records import Answer, Request, Sampling
 from podium.settings import Model
 from tests.model.test_attention import SHAPES, a_model
@@ -32,9 +32,9 @@ TOLERANCE = {None: 1e-4, torch.bfloat16: 0.05}
 Made = dict[int, Answer]
 
 
-def policy_of(model: Any) -> Policy:
+def policy_of(model: Any, exact: ExactSums = "residual") -> Policy:
     model = model.cuda()
-    keep_exact_sums(model)
+    keep_exact_sums(model, exact)
     return Policy(model, twin_of(model), None, None, (), 512, torch.device("cuda"), "")
 
 
@@ -151,8 +151,9 @@ def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dty
         assert all(answer.policy_versions == ((version, version),) * 8 for answer in made.values())
 
 
-def test_full_weights_in_bfloat16_follow_the_trainer() -> None:
-    policy = policy_of(wide_model())
+@pytest.mark.parametrize("exact", ["residual", "mlp"])
+def test_full_weights_in_bfloat16_follow_the_trainer(exact: ExactSums) -> None:
+    policy = policy_of(wide_model(), exact)
     engine = Inprocess(policy, False, torch.bfloat16)
     asked = requests(16)
     for version in (0, 1):

@@ -15,6 +15,7 @@ from podium.settings import Model
 from tests.model.test_attention import SHAPES, a_model
 
 ROWS, WIDTH, OUT = 7, 32, 12
+EXACT = {"residual": {"o_proj", "down_proj"}, "mlp": {"o_proj", "down_proj", "gate_proj", "up_proj"}}
 
 
 def a_layer(*, bias: bool) -> tuple[ExactLinear, torch.Tensor]:
@@ -98,13 +99,14 @@ def test_a_product_has_the_precision_of_its_sums(dtype):
     assert torch.allclose(made.double(), a.double() @ b.double(), atol=1e-5)
 
 
-def test_of_a_model_the_layers_that_write_to_the_residual_stream_keep_their_sums():
+@pytest.mark.parametrize(("of", "names"), EXACT.items())
+def test_of_a_model_the_layers_that_are_asked_for_keep_their_sums(of, names):
     model = a_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    keep_exact_sums(model)
+    keep_exact_sums(model, of)
 
     kinds = {name.rpartition(".")[2]: type(m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert {name for name, kind in kinds.items() if kind is ExactLinear} == {"o_proj", "down_proj"}
+    assert {name for name, kind in kinds.items() if kind is ExactLinear} == names
     assert kinds["q_proj"] is kinds["lm_head"] is torch.nn.Linear
     after = model.state_dict()
     assert before.keys() == after.keys()
@@ -124,9 +126,10 @@ def test_with_an_adapter_beside_it_the_sum_of_both_is_not_rounded():
         assert plain(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("of", "names"), EXACT.items())
 @pytest.mark.parametrize("lora", [False, {}])
-def test_a_loaded_policy_adds_unrounded_sums_to_its_residual_stream(lora):
-    policy = load_policy(Model.model_validate({"device": "cpu", "lora": lora}), seed=0)
+def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora, of, names):
+    policy = load_policy(Model.model_validate({"device": "cpu", "lora": lora, "exact_sums": of}), seed=0)
     seen: dict[str, set[torch.dtype]] = {}
     for name, module in policy.model.named_modules():
         last = name.rpartition(".")[2]
@@ -134,8 +137,8 @@ def test_a_loaded_policy_adds_unrounded_sums_to_its_residual_stream(lora):
             module.register_forward_hook(lambda _, __, made, last=last: seen.setdefault(last, set()).add(made.dtype))
     sequence_logprobs(policy.model, [1, 2, 3], compute_dtype=torch.bfloat16)
 
-    assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == {"o_proj", "down_proj"}
-    assert seen["q_proj"] == seen["up_proj"] == {torch.bfloat16}
+    assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == names
+    assert {name for name, dtypes in seen.items() if dtypes == {torch.bfloat16}} == seen.keys() - names
     assert isinstance(policy.twin.get_submodule("model.layers.0.mlp.down_proj"), ExactLinear)
 
 
@@ -145,13 +148,14 @@ def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of", EXACT)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(shape, bias):
+def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(shape, of, bias):
     model: Any = a_model(shape)
     for layer in model.get_decoder().modules():
         if bias and isinstance(layer, torch.nn.Linear):
             layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
-    keep_exact_sums(model)
+    keep_exact_sums(model, of)
     engine: Any = SimpleNamespace(_model=twin_of(model), _compute_dtype=torch.bfloat16, _scale=1.0)
     Inprocess._halve(engine, {})
 

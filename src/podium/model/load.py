@@ -210,7 +210,7 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
         )
         model = cast(PreTrainedModel, model)
         model.to(device)  # type: ignore[arg-type]
-        keep_exact_sums(model)
+        keep_exact_sums(model, settings.exact_sums)
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
     return _loading(settings.name, load)

@@ -2,16 +2,23 @@
 
 In autocast a product of bfloat16 factors is summed in float32 and then rounded to bfloat16. Where the sum goes on in
 float32 the rounding gains nothing and costs digits, by which sampler and trainer then differ: for logits, for gradients
-of float32 weights, and for what attention and the MLP add to the residual stream.
+of float32 weights, and for what attention and the MLP add to the residual stream. Inside the MLP it saves memory and
+time; `model.exact_sums = "mlp"` does without it there too.
 """
 
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Literal, TypeGuard
 
 import torch
 from transformers import PreTrainedModel
 
-EXACT_NAMES = ("o_proj", "down_proj")
-"""What the layers that write to the residual stream are called in Llama, Qwen, Gemma, Mistral and their kin."""
+ExactSums = Literal["residual", "mlp"]
+EXACT_NAMES: Mapping[ExactSums, frozenset[str]] = {
+    "residual": frozenset({"o_proj", "down_proj"}),
+    "mlp": frozenset({"o_proj", "down_proj", "gate_proj", "up_proj"}),
+}
+"""What layers are called in Llama, Qwen, Gemma, Mistral and their kin: those that write to the residual stream, and
+with them those inside the MLP."""
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -70,9 +77,9 @@ def is_plain_linear(layer: object) -> TypeGuard[torch.nn.Linear]:
     return type(layer) in (torch.nn.Linear, ExactLinear)
 
 
-def keep_exact_sums(model: PreTrainedModel) -> None:
-    """Of the layers that write to a residual stream in float32; each keeps its place, its name and its weights."""
+def keep_exact_sums(model: PreTrainedModel, of: ExactSums = "residual") -> None:
+    """Of a model with a residual stream in float32; each layer keeps its place, its name and its weights."""
     for name, layer in model.named_modules():
-        is_residual = name.rpartition(".")[2] in EXACT_NAMES
-        if is_residual and type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
+        is_one = name.rpartition(".")[2] in EXACT_NAMES[of]
+        if is_one and type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
             layer.__class__ = ExactLinear
