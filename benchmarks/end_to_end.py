@@ -5,11 +5,13 @@
     python benchmarks/end_to_end.py --gpu               # TRL with vLLM on one GPU, see _end_to_end_gpu.py
 
 Three contenders: TRL; Podium with equal work (every group is trained, as TRL does); Podium that skips, as by default,
-groups whose rewards are all equal. Podium computes a prompt once for its group (`pack.shared_prefix`). Each is a
-process of its own. They take turns step by step, one waits while another works, so that a machine that is slower for
-a while is so for all three; and they are started anew several times, since one process can be slower than the next
-for its whole life. A step's time is from the end of the step before it to its own end, less the wait: nothing falls
-between two steps. Compare the ratios; the seconds are this machine's.
+groups whose rewards are all equal. With two threads or more a fourth: Podium with equal work that samples the next step
+while it trains this one (`run.max_lag = 1`), its engine a `podium serve` of its own and half of the threads a side.
+Podium computes a prompt once for its group (`pack.shared_prefix`). Each contender is a process of its own. They take
+turns step by step, one waits (and its server stands still) while another works, so that a machine that is slower for a
+while is so for all; and they are started anew several times, since one process can be slower than the next for its
+whole life. A step's time is from the end of the step before it to its own end, less the wait: nothing falls between two
+steps. Compare the ratios; the seconds are this machine's.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,9 +33,15 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
+from _server import Server, a_server
 from _trl_config import trl_config
 
-TITLES = {"trl": "TRL", "podium": "Podium, equal work", "podium_skipping": "Podium, skipping"}
+TITLES = {
+    "trl": "TRL",
+    "podium": "Podium, equal work",
+    "podium_skipping": "Podium, skipping",
+    "podium_overlap": "Podium, overlapped",
+}
 RESULTS = Path(__file__).parent / "results" / "end_to_end_cpu.json"
 
 GROUP_SIZE = 8
@@ -45,6 +54,9 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_":
 """glibc keeps freed memory for the next allocation. By default it gives large blocks back to the system and takes them
 again, a page fault for each page; that slows TRL by about a tenth, in some processes more than in others, and Podium
 hardly at all."""
+
+STOP_S = 10
+"""For a contender to end once its input has."""
 
 Step = dict[str, float]
 """What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
@@ -119,9 +131,10 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
 
 def run_round(args: argparse.Namespace, weights: str) -> Round:
     """New processes that take turns; who goes first changes from step to step."""
-    steps: Round = {name: [] for name in TITLES}
+    names = [name for name in TITLES if name != "podium_overlap" or args.threads > 1]
+    steps: Round = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        contenders = [Contender(args, weights, name, Path(folder)) for name in TITLES]
+        contenders = [Contender(args, weights, name, Path(folder)) for name in names]
         try:
             for number in range(args.warmup + args.steps):
                 first = number % len(contenders)
@@ -142,7 +155,8 @@ class Contender:
         work = ["--prompts", str(args.prompts), "--tokens", str(args.tokens)]
         numbers = [*work, "--steps", str(args.steps), "--warmup", str(args.warmup)]
         command = [sys.executable, str(Path(__file__).resolve()), "--contender", name, "--weights", weights]
-        own = {"OMP_NUM_THREADS": str(args.threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
+        threads = args.threads // 2 if name == "podium_overlap" else args.threads
+        own = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
         malloc = KEEP_MEMORY if args.malloc == "keep" else {}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -165,14 +179,19 @@ class Contender:
             sys.exit(f"{TITLES[self.name]} failed:\n{self._log.read_text(encoding='utf-8', errors='replace')}")
 
     def stop(self) -> None:
-        """It has done its steps and only waits, or the benchmark has failed."""
-        self._process.kill()
-        self._process.communicate()
+        """It has done its steps and only waits, or the benchmark has failed. The end of its input ends it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, Step]:
     """Medians over the steps of all rounds, the ratio TRL / contender, and that ratio's range over the rounds."""
-    pooled: Round = {name: [step for round_ in rounds for step in round_[name]] for name in TITLES}
+    pooled: Round = {name: [step for round_ in rounds for step in round_[name]] for name in rounds[0]}
     summary = {}
     for name, own in pooled.items():
         by_round = [ratio(round_["trl"], round_[name], "seconds") for round_ in rounds]
@@ -275,31 +294,55 @@ def run_contender(args: argparse.Namespace) -> None:
     work = Work(args.model, args.weights[0], args.prompts, args.tokens, args.warmup + args.steps)
     if args.contender == "trl":
         run_trl(work, pipe)
+    elif args.contender == "podium_overlap":
+        with tempfile.TemporaryDirectory() as folder, a_server(Path(folder), os.environ, model=work.model) as server:
+            run_podium(work, pipe, server=server)
     else:
         run_podium(work, pipe, skipping=args.contender == "podium_skipping")
 
 
 class Turns:
-    """The contender's side of `Contender`: waits for its turn, and tells what the step took."""
+    """The contender's side of `Contender`: waits for its turn, and tells what the step took.
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
+    `server` is the process that works for it, which stands still between its turns.
+    """
+
+    def __init__(self, pipe: int, server: int | None = None) -> None:
+        self._pipe, self._server = pipe, server
 
     def wait(self) -> None:
-        sys.stdin.readline()
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._tell_server(signal.SIGSTOP)
+        if not sys.stdin.readline():  # there will be no more turns
+            self._tell_server(signal.SIGKILL)
+            os._exit(0)
+        self._tell_server(signal.SIGCONT)
+        self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
 
     def end_step(self, facts: Step) -> None:
-        seconds = {"seconds": time.perf_counter() - self._wall, "cpu_seconds": time.process_time() - self._cpu}
+        seconds = {"seconds": time.perf_counter() - self._wall, "cpu_seconds": self._cpu_seconds() - self._cpu}
         step = {key: round(value, 5) for key, value in {**seconds, **facts}.items()}
         os.write(self._pipe, (json.dumps(step) + "\n").encode())
         self.wait()
 
+    def _tell_server(self, what: signal.Signals) -> None:
+        if self._server is not None:
+            os.kill(self._server, what)
 
-def run_podium(work: Work, pipe: int, *, skipping: bool) -> None:
-    """A plain run through the public entry point, with `Clock` as a report."""
+    def _cpu_seconds(self) -> float:
+        return time.process_time() + (0.0 if self._server is None else cpu_seconds_of(self._server))
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """Of another process, in user and system mode, as Linux tells them."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_podium(work: Work, pipe: int, *, skipping: bool = False, server: Server | None = None) -> None:
+    """A plain run through the public entry point, with `Clock` as a report; one step ahead where a server samples."""
     import podium
 
+    clock = {"name": f"{Path(__file__).resolve()}:Clock", "pipe": pipe}
     with tempfile.TemporaryDirectory() as folder:
         tables = {
             "run": {
@@ -308,16 +351,18 @@ def run_podium(work: Work, pipe: int, *, skipping: bool) -> None:
                 "seed": SEED,
                 "prompts_per_step": work.prompts,
                 "rollouts_per_prompt": GROUP_SIZE,
+                "max_lag": 0 if server is None else 1,
             },
             "model": {"name": work.model, "device": "cpu", "lora": LORA if work.weights == "lora" else False},
             "data": [{"name": "arithmetic"}],
             "reward": [{"name": "arithmetic"}],
             "rollout": {"temperature": TEMPERATURE, "max_new_tokens": work.tokens},
+            "engine": {"name": "inprocess"} if server is None else {"name": "vllm_server", "url": server.url},
             "filter": {"drop_no_signal": skipping},
             "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE},
             "checkpoint": {"every": 0},
-            "report": [{"name": f"{Path(__file__).resolve()}:Clock", "pipe": pipe}],
+            "report": [clock if server is None else clock | {"server": server.pid}],
         }
         podium.train(podium.Settings.from_dict(tables))
 
@@ -325,8 +370,8 @@ def run_podium(work: Work, pipe: int, *, skipping: bool) -> None:
 class Clock:
     """A report of Podium that ends the turn with each step. Rollouts and metrics have been written by then."""
 
-    def __init__(self, *, pipe: int) -> None:
-        self._turns = Turns(pipe)
+    def __init__(self, *, pipe: int, server: int | None = None) -> None:
+        self._turns = Turns(pipe, server)
 
     def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
         self._turns.wait()

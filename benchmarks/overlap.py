@@ -14,14 +14,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import tomli_w
+from _server import a_server
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "strict": {"max_lag": 0},
@@ -50,8 +48,11 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit("two cores are needed: one a side")
-    with tempfile.TemporaryDirectory(prefix="podium-overlap-") as name, a_server(Path(name), cores[0]) as url:
-        folder = Path(name)
+    with (
+        tempfile.TemporaryDirectory(prefix="podium-overlap-") as name,
+        a_server(Path(name), one_thread(), core=cores[0]) as server,
+    ):
+        folder, url = Path(name), server.url
         speed: dict[str, list[dict[str, float]]] = {schedule: [] for schedule in schedules}
         for number in range(options.rounds):
             for schedule, keys in schedules.items():
@@ -97,30 +98,6 @@ def demo(url: str, seed: int) -> dict[str, Any]:
         "trainer": {"lr": 5e-4, "warmup_steps": 5},
         "eval": {"every": 10, "data": [{"name": "arithmetic", "split": "held_out"}]},
     }
-
-
-@contextmanager
-def a_server(folder: Path, core: int) -> Iterator[str]:
-    """`podium serve embedded`, a child with one core and one thread."""
-    socket = folder / "engine.sock"
-    command = [sys.executable, "-m", "podium.cli", "serve", "embedded", f"--uds={socket}", "--model.device=cpu"]
-    process = subprocess.Popen(
-        command,
-        env=one_thread(),
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: pin(core),
-        start_new_session=True,  # else Linux gives both sides together the weight of one, on a machine with other work
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not socket.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                sys.exit("the server did not start")
-            time.sleep(0.1)
-        yield f"unix:{socket}"
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 def run(folder: Path, tables: dict[str, Any], core: int) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 """The in-process engine on CUDA: captured decoding writes what plain decoding writes, for every size of a batch.
 
-Tolerances of logprobs: 1e-4 in float32; 0.05 in bfloat16, against the trainer's own bfloat16 forward pass.
+Tolerances of logprobs: 1e-4 in float32; in bfloat16, against the trainer's own bfloat16 forward pass, 0.015 on average
+and 0.15 at most, which is what the rounding of one of them alone makes of a few hundred tokens (weights that are one
+update old differ by 0.1 to 0.4 on average).
 """
 
 import asyncio
 import copy
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -28,7 +31,8 @@ pytestmark = [
 ]
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
-TOLERANCE = {None: 1e-4, torch.bfloat16: 0.05}
+TOLERANCE = {None: 1e-4, torch.bfloat16: 0.15}
+MEAN_TOLERANCE = {None: 1e-4, torch.bfloat16: 0.015}
 Made = dict[int, Answer]
 
 
@@ -80,10 +84,14 @@ def plain(engine: Inprocess) -> Inprocess:
 
 def assert_trained_alike(policy: Policy, asked: list[Request], made: Made, dtype: torch.dtype | None) -> None:
     """The logprobs are those of the trainer's forward pass."""
+    gaps: list[float] = []
     for request in asked:
         for ids, logprobs in list(zip(made[request.key].token_ids, made[request.key].logprobs, strict=True))[:2]:
             expected = sequence_logprobs(policy.model, [*request.token_ids, *ids], compute_dtype=dtype)
-            assert logprobs == pytest.approx(expected[len(request.token_ids) - 1 :], abs=TOLERANCE[dtype])
+            own = expected[len(request.token_ids) - 1 :]
+            gaps += [abs(mine - theirs) for mine, theirs in zip(logprobs, own, strict=True)]
+    assert max(gaps) <= TOLERANCE[dtype]
+    assert fmean(gaps) <= MEAN_TOLERANCE[dtype]
 
 
 def test_greedy_answers_equal_the_plain_ones_for_every_size_of_the_ladder() -> None:
@@ -138,6 +146,7 @@ def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dty
     engine = Inprocess(policy, False, dtype)
     asked = requests(24)
     base = generate(engine, asked, GREEDY)
+    torch.manual_seed(0)
     for version in (1, 2):
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
