@@ -28,6 +28,7 @@ def a_server(
     process = subprocess.Popen(
         command,
         env=dict(environment),
+        stdin=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
         start_new_session=True,  # else Linux gives both sides together the weight of one, on a machine with other work
@@ -40,5 +41,5 @@ def a_server(
             time.sleep(0.1)
         yield Server(f"unix:{socket}", process.pid)
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        process.kill()  # also one that stands still; it keeps nothing that has to be put away
+        process.wait()

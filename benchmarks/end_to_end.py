@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -36,11 +37,13 @@ from typing import Any
 from _server import Server, a_server
 from _trl_config import trl_config
 
+OVERLAPPED = "podium_overlap"
+"""Has one step more than it is measured for: the last step of a run has no other to sample beside it."""
 TITLES = {
     "trl": "TRL",
     "podium": "Podium, equal work",
     "podium_skipping": "Podium, skipping",
-    "podium_overlap": "Podium, overlapped",
+    OVERLAPPED: "Podium, overlapped",
 }
 RESULTS = Path(__file__).parent / "results" / "end_to_end_cpu.json"
 
@@ -54,9 +57,6 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_":
 """glibc keeps freed memory for the next allocation. By default it gives large blocks back to the system and takes them
 again, a page fault for each page; that slows TRL by about a tenth, in some processes more than in others, and Podium
 hardly at all."""
-
-STOP_S = 10
-"""For a contender to end once its input has."""
 
 Step = dict[str, float]
 """What a contender tells of one step: its wall-clock and CPU seconds, and how much work it was."""
@@ -112,7 +112,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contender", choices=tuple(TITLES), help=argparse.SUPPRESS)  # what this process is to run
-    return parser.parse_args()
+    parser.add_argument("--server", nargs=2, help=argparse.SUPPRESS)  # its url and process, for the overlapped one
+    args = parser.parse_args()
+    if args.threads > 1 and args.warmup < 2:
+        parser.error("--warmup: with several threads at least 2, since an overlapped run begins by sampling two steps")
+    return args
 
 
 # ── The process that compares ─────────────────────────────────────────────────────────────────────────────────────
@@ -131,31 +135,37 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, Any]:
 
 def run_round(args: argparse.Namespace, weights: str) -> Round:
     """New processes that take turns; who goes first changes from step to step."""
-    names = [name for name in TITLES if name != "podium_overlap" or args.threads > 1]
+    names = [name for name in TITLES if name != OVERLAPPED or args.threads > 1]
     steps: Round = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = [Contender(args, weights, name, Path(folder)) for name in names]
-        try:
-            for number in range(args.warmup + args.steps):
-                first = number % len(contenders)
-                for contender in contenders[first:] + contenders[:first]:
-                    steps[contender.name].append(contender.take_turn())
-        finally:
-            for contender in contenders:
-                contender.stop()
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder, server = Path(scratch), None
+        if OVERLAPPED in names:
+            side = os.environ | {"OMP_NUM_THREADS": str(args.threads // 2)}
+            server = stack.enter_context(a_server(folder, side, model=args.model))
+        contenders = []
+        for name in names:
+            contenders.append(Contender(args, weights, name, folder, server))
+            stack.callback(contenders[-1].stop)
+        for number in range(args.warmup + args.steps):
+            first = number % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                steps[contender.name].append(contender.take_turn())
     return {name: each[args.warmup :] for name, each in steps.items()}
 
 
 class Contender:
     """A process that trains one step a turn: a line to its input lets it go, a line of its output is the step."""
 
-    def __init__(self, args: argparse.Namespace, weights: str, name: str, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, weights: str, name: str, folder: Path, server: Server | None) -> None:
         self.name = name
         self._log = folder / f"{name}.log"
         work = ["--prompts", str(args.prompts), "--tokens", str(args.tokens)]
         numbers = [*work, "--steps", str(args.steps), "--warmup", str(args.warmup)]
         command = [sys.executable, str(Path(__file__).resolve()), "--contender", name, "--weights", weights]
-        threads = args.threads // 2 if name == "podium_overlap" else args.threads
+        threads = args.threads
+        if name == OVERLAPPED and server is not None:
+            threads //= 2
+            numbers += ["--server", server.url, str(server.pid)]
         own = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder)}  # nothing is left behind when it is killed
         malloc = KEEP_MEMORY if args.malloc == "keep" else {}
         with self._log.open("w") as log:
@@ -179,14 +189,9 @@ class Contender:
             sys.exit(f"{TITLES[self.name]} failed:\n{self._log.read_text(encoding='utf-8', errors='replace')}")
 
     def stop(self) -> None:
-        """It has done its steps and only waits, or the benchmark has failed. The end of its input ends it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """It has done its steps and only waits, or the benchmark has failed."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, Step]:
@@ -294,9 +299,9 @@ def run_contender(args: argparse.Namespace) -> None:
     work = Work(args.model, args.weights[0], args.prompts, args.tokens, args.warmup + args.steps)
     if args.contender == "trl":
         run_trl(work, pipe)
-    elif args.contender == "podium_overlap":
-        with tempfile.TemporaryDirectory() as folder, a_server(Path(folder), os.environ, model=work.model) as server:
-            run_podium(work, pipe, server=server)
+    elif args.contender == OVERLAPPED:
+        url, pid = args.server
+        run_podium(replace(work, num_steps=work.num_steps + 1), pipe, server=Server(url, int(pid)))
     else:
         run_podium(work, pipe, skipping=args.contender == "podium_skipping")
 
@@ -311,14 +316,12 @@ class Turns:
         self._pipe, self._server = pipe, server
 
     def wait(self) -> None:
-        self._tell_server(signal.SIGSTOP)
-        if not sys.stdin.readline():  # there will be no more turns
-            self._tell_server(signal.SIGKILL)
-            os._exit(0)
+        sys.stdin.readline()
         self._tell_server(signal.SIGCONT)
         self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
 
     def end_step(self, facts: Step) -> None:
+        self._tell_server(signal.SIGSTOP)
         seconds = {"seconds": time.perf_counter() - self._wall, "cpu_seconds": self._cpu_seconds() - self._cpu}
         step = {key: round(value, 5) for key, value in {**seconds, **facts}.items()}
         os.write(self._pipe, (json.dumps(step) + "\n").encode())
@@ -357,7 +360,7 @@ def run_podium(work: Work, pipe: int, *, skipping: bool = False, server: Server 
             "data": [{"name": "arithmetic"}],
             "reward": [{"name": "arithmetic"}],
             "rollout": {"temperature": TEMPERATURE, "max_new_tokens": work.tokens},
-            "engine": {"name": "inprocess"} if server is None else {"name": "vllm_server", "url": server.url},
+            "engine": {"name": "inprocess"} if server is None else engine_at(server),
             "filter": {"drop_no_signal": skipping},
             "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE},
@@ -365,6 +368,11 @@ def run_podium(work: Work, pipe: int, *, skipping: bool = False, server: Server 
             "report": [clock if server is None else clock | {"server": server.pid}],
         }
         podium.train(podium.Settings.from_dict(tables))
+
+
+def engine_at(server: Server) -> dict[str, Any]:
+    """`silence_s`: it may stand still for long."""
+    return {"name": "vllm_server", "url": server.url, "silence_s": 3600}
 
 
 class Clock:

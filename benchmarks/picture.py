@@ -23,7 +23,6 @@ TITLES = {
     "podium-overlap": "Podium, overlapped",
     "podium-mlp": "Podium, exact MLP",
     "podium-vllm": "Podium, vLLM",
-    "podium-vllm-mlp": "Podium, vLLM, exact MLP",
 }
 COLOURS = {"generation": "#4477aa", "training": "#ddaa33", "other": "#bbbbbb"}
 CURVES = {"podium": "#4477aa", "podium-overlap": "#aa3377", "trl-128": "#ddaa33"}

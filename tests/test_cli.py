@@ -21,6 +21,7 @@ import torch
 from podium import cli
 from podium.lookup import STAGES
 from podium.sections import SECTIONS
+from podium.trained import find_trained
 
 SETTINGS = """
 [run]
@@ -664,6 +665,11 @@ def test_what_a_run_trained_with_exact_sums_is_for_trainers_of_any_precision(
     capsys.readouterr()
     assert cli.main(["eval", "run", "other.toml", "--model.exact_sums=mlp"]) == 2
     assert "model.exact_sums = 'mlp' has no effect" in capsys.readouterr().err
+
+    trained = find_trained("run")
+    for table, expected in (("run/settings.toml", "mlp"), ("other.toml", "residual")):
+        tables = tomllib.loads((here / table).read_text())
+        assert cli._eval_settings(tables, trained, []).model.exact_sums == expected
 
 
 def test_eval_of_a_model_takes_data_and_rewards_from_settings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -332,6 +332,8 @@ def test_exact_sums_are_for_bfloat16_products_of_float32_weights(dtype: str, pre
     assert complaint(given).startswith("model.exact_sums = 'mlp' has no effect with trainer.precision")
     given = {"model": {"exact_sums": "mlp"}, "trainer": {"precision": "bfloat16"}}
     assert Settings.from_dict(given).model.exact_sums == "mlp"
+    given["trainer"]["precision"] = "bf16"
+    assert complaint(given).startswith("trainer.precision = 'bf16'")
 
 
 def test_bfloat16_under_lora_is_fine() -> None:

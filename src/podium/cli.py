@@ -107,12 +107,12 @@ def _eval_tables(settings: Path | None, run: Any, target: str) -> dict[str, Any]
 
 
 def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -> Any:
-    """The tables with the model that is asked; a run's weights belong to its own model as a whole."""
+    """The tables with the model that is asked; a run's weights belong to its own model, computed as the tables say."""
     from podium.settings import Settings, override
+    from podium.trained import how_it_computes
 
     given = tables.get("model", {})
-    how = {key: value for key, value in given.items() if key == "exact_sums"}
-    own = trained.model | how if trained.run else given
+    own = trained.model | how_it_computes(given) if trained.run else given
     made = override({**copy.deepcopy(tables), "model": copy.deepcopy(own)}, overrides)
     return Settings.from_dict(made if trained.run else {**made, "model": {**made["model"], **trained.model}})
 

@@ -34,7 +34,7 @@ from podium.runtime._build import (
 )
 from podium.runtime._core import check_ranks
 from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
-from podium.runtime._launch import is_rank
+from podium.runtime._launch import check_packages, is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
@@ -168,6 +168,7 @@ def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] 
     if ranks == 1 or starts_ranks_itself or is_rank():
         return None
     check_ranks(settings, ranks)
+    check_packages(settings)
     return partial(launch_ranks, ranks=ranks)
 
 

@@ -120,8 +120,8 @@ class Model(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
     exact_sums: Literal["residual", "mlp"] = "residual"
-    """Which matrix products are not rounded to bfloat16 under trainer.precision = "bfloat16": what joins the residual
-    stream; mlp: also what is inside the MLP, so sampler and trainer differ less, for more memory and some time."""
+    """Whose products are left in float32 under trainer.precision = "bfloat16". residual: the layers that write to the
+    residual stream. mlp: gate and up too; the in-process engine and the trainer differ less, for memory and time."""
     lora: Lora | Literal[False] = Lora()
     """The adapter's table, or false to train every weight."""
     reference: Literal["initial"] | MovingReference | SeparateReference | None = None

@@ -120,7 +120,6 @@ class Settings(Section):
             raise InputError(
                 "filter.retire_pass_rate has no effect with run.epochs = 1: no row is drawn twice; remove one of them"
             )
-        _refuse_idle_sums(self)
         _refuse_idle_evaluation(self.eval)
         _refuse_two_starts(self)
         return self
@@ -143,6 +142,7 @@ class Settings(Section):
                     f"rollout.{key} = {rollout[key]}: the trainer's logprobs are of the whole distribution, so "
                     f"training on a cut one would be wrong in silence; remove it (eval.{key} is fine)"
                 )
+        _refuse_idle_sums(self.model, trainer.get("precision"))
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
@@ -210,12 +210,11 @@ def _refuse_idle_evaluation(given: Eval) -> None:
             raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
 
 
-def _refuse_idle_sums(settings: Settings) -> None:
-    precision, dtype = settings.trainer.options.get("precision", "float32"), settings.model.dtype
-    if settings.model.exact_sums == "mlp" and (precision, dtype) != ("bfloat16", "float32"):
+def _refuse_idle_sums(model: Model, precision: str | None) -> None:
+    if model.exact_sums == "mlp" and (precision == "float32" or model.dtype != "float32"):
         raise InputError(
             f"model.exact_sums = 'mlp' has no effect with trainer.precision = {precision!r} and model.dtype = "
-            f"{dtype!r}: it is for bfloat16 products of float32 weights; remove it"
+            f"{model.dtype!r}; set it to 'residual', or have bfloat16 products of float32 weights"
         )
 
 

@@ -1,6 +1,7 @@
 """What a command is pointed at: a run, an adapter or a model, told as `[model]` and the weights that belong over it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from podium.errors import InputError
 from podium.run_folder import RunFolder
 from podium.settings import read_toml
+
+HOW_IT_COMPUTES = ("exact_sums",)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ def find_trained(target: str) -> Trained:
 
 
 def run_model(run: RunFolder) -> dict[str, Any]:
-    """The `[model]` table that a run was trained with, but for what only says how its trainer computed."""
+    """The `[model]` table that a run was trained with: which model it is, not how its trainer computed."""
     table = read_toml(run.settings).get("model", {})
-    return {key: value for key, value in table.items() if key != "exact_sums"}
+    return {key: value for key, value in table.items() if key not in HOW_IT_COMPUTES}
+
+
+def how_it_computes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a `[model]` table that belongs to the trainer beside it."""
+    return {key: value for key, value in model.items() if key in HOW_IT_COMPUTES}

@@ -4,12 +4,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 from podium.engine._cuda.adapted import AdaptedLinear
+from podium.engine._pool.workers import model_of
 from podium.engine.inprocess import Inprocess
+from podium.errors import InputError
 from podium.model import products
 from podium.model.forward import sequence_logprobs
-from podium.model.load import load_policy, twin_of
+from podium.model.load import load_policy, model_folder, twin_of
 from podium.model.products import ExactLinear, exact_product, keep_exact_sums
 from podium.settings import Model
 from tests.model.test_attention import SHAPES, a_model
@@ -139,12 +142,46 @@ def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora, of, na
 
     assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == names
     assert {name for name, dtypes in seen.items() if dtypes == {torch.bfloat16}} == seen.keys() - names
-    assert isinstance(policy.twin.get_submodule("model.layers.0.mlp.down_proj"), ExactLinear)
+    exact = {n.rpartition(".")[2] for n, module in policy.twin.named_modules() if isinstance(module, ExactLinear)}
+    assert exact == names
+
+
+def test_exact_sums_of_an_mlp_whose_layers_have_other_names_are_refused(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(Phi3Config(vocab_size=512, pad_token_id=0, **sizes))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(tmp_path)
+    load_policy(Model.model_validate({"name": str(tmp_path), "device": "cpu"}), seed=0)
+    with pytest.raises(InputError, match="has no plain layers called gate_proj and up_proj"):
+        load_policy(Model.model_validate({"name": str(tmp_path), "device": "cpu", "exact_sums": "mlp"}), seed=0)
+
+
+def test_a_process_that_samples_loads_the_model_as_the_trainer_does():
+    policy = load_policy(Model.model_validate({"device": "cpu", "exact_sums": "mlp"}), seed=0)
+    assert Model.model_validate(model_of(policy)).exact_sums == "mlp"
 
 
 def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
     policy = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
     assert not [module for module in policy.model.modules() if isinstance(module, ExactLinear)]
+
+
+@pytest.mark.parametrize("of", EXACT)
+def test_the_engines_half_copies_with_an_adapter_compute_what_the_trainers_autocast_computes(of):
+    policy = load_policy(Model.model_validate({"device": "cpu", "exact_sums": of}), seed=0)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.03)
+    weights = dict(policy.named_weights())
+    ranks = {name.removesuffix(".lora_A"): len(a) for name, a in weights.items() if name.endswith(".lora_A")}
+    engine: Any = SimpleNamespace(_model=policy.twin, _compute_dtype=torch.bfloat16, _scale=policy.adapter_scale)
+    Inprocess._halve(engine, ranks)
+    for name in ranks:
+        policy.twin.get_submodule(name).load(weights[f"{name}.lora_A"], weights[f"{name}.lora_B"])
+
+    expected = sequence_logprobs(policy.model, list(range(1, 20)), compute_dtype=torch.bfloat16)
+    assert sequence_logprobs(policy.twin, list(range(1, 20)), compute_dtype=torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -159,6 +196,8 @@ def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(sha
     engine: Any = SimpleNamespace(_model=twin_of(model), _compute_dtype=torch.bfloat16, _scale=1.0)
     Inprocess._halve(engine, {})
 
-    assert engine._model.get_submodule("model.layers.0.mlp.down_proj").weight.dtype == torch.bfloat16
+    mlp = engine._model.get_submodule("model.layers.0.mlp")
+    assert mlp.down_proj.weight.dtype == torch.bfloat16
+    assert hasattr(mlp, "joined_gate_proj_up_proj") == (of == "residual")  # a joined product would be rounded
     expected = sequence_logprobs(model, list(range(1, 20)), compute_dtype=torch.bfloat16)
     assert sequence_logprobs(engine._model, list(range(1, 20)), compute_dtype=torch.bfloat16) == expected

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from podium.errors import EngineError, InputError
 from podium.records import Answer, Request, Sampling
+from podium.run import train as train_in_this_process
+from podium.runtime import _launch
 from podium.runtime import _wire as wire
 from podium.runtime._core import check_ranks
 from podium.runtime._ranks import Line, RankedEngine, follow
@@ -168,6 +170,18 @@ def test_a_rank_whose_batch_does_not_fit_says_what_to_do_and_ends_the_run(tmp_pa
 def test_what_ranks_cannot_have_is_refused(ranks: int, tables: dict, complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
         check_ranks(Settings.from_dict({**tables, "reward": [{"name": "arithmetic"}]}), ranks)
+
+
+def test_a_trainer_whose_package_is_missing_is_refused_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "find_spec", lambda name: None)
+    monkeypatch.setattr(_launch.subprocess, "Popen", None)  # nothing can be started
+    tables = {"run": {"folder": str(tmp_path / "run")}, "reward": [{"name": "arithmetic"}]}
+    ranks = {"trainer": {"name": "deepspeed"}, "runtime": {"ranks": 2}}
+    with pytest.raises(InputError, match="DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'"):
+        train_in_this_process(Settings.from_dict(tables | ranks))
+    assert not (tmp_path / "run").exists()
 
 
 def final_adapter(folder: Path) -> dict[str, Any]:

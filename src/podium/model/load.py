@@ -20,7 +20,7 @@ from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.forward import head_weight
 from podium.model.hub import hub_is_reachable
-from podium.model.products import is_plain_linear, keep_exact_sums
+from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
 from podium.model.self_check import check_model
 from podium.model.smollm2 import smollm2_folder
@@ -47,6 +47,7 @@ class Policy:
     device: torch.device
     source: str
     """Folder or hub name of the base weights."""
+    exact_sums: ExactSums = "residual"
 
     @property
     def vocabulary(self) -> int:
@@ -141,6 +142,12 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     source = weights if weights is not None and not is_adapter else model_folder(settings.name)
     model, tokenizer = _load(str(source), settings, device)
     _refuse_larger_tokenizer(model, tokenizer, settings.name)
+    found = keep_exact_sums(model, settings.exact_sums)
+    if settings.exact_sums == "mlp" and not {"gate_proj", "up_proj"} <= found:
+        raise InputError(
+            f"model.exact_sums = 'mlp': {settings.name!r} has no plain layers called gate_proj and up_proj in float32; "
+            "set it to 'residual'"
+        )
     check_model(model, settings.name)
     twin = twin_of(model)
     peft = None
@@ -156,6 +163,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         max_context_tokens=_max_context_tokens(model.config),
         device=device,
         source=str(source),
+        exact_sums=settings.exact_sums,
     )
 
 
@@ -210,7 +218,6 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
         )
         model = cast(PreTrainedModel, model)
         model.to(device)  # type: ignore[arg-type]
-        keep_exact_sums(model, settings.exact_sums)
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
     return _loading(settings.name, load)

@@ -77,9 +77,15 @@ def is_plain_linear(layer: object) -> TypeGuard[torch.nn.Linear]:
     return type(layer) in (torch.nn.Linear, ExactLinear)
 
 
-def keep_exact_sums(model: PreTrainedModel, of: ExactSums = "residual") -> None:
-    """Of a model with a residual stream in float32; each layer keeps its place, its name and its weights."""
-    for name, layer in model.named_modules():
-        is_one = name.rpartition(".")[2] in EXACT_NAMES[of]
-        if is_one and type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
+def keep_exact_sums(model: PreTrainedModel, of: ExactSums = "residual") -> set[str]:
+    """Leaves the sums of these layers unrounded where weights are float32; returns which of the names there are.
+
+    Each layer keeps its place, its name and its weights.
+    """
+    found = set()
+    for path, layer in model.named_modules():
+        name = path.rpartition(".")[2]
+        if name in EXACT_NAMES[of] and type(layer) is torch.nn.Linear and layer.weight.dtype == torch.float32:
             layer.__class__ = ExactLinear
+            found.add(name)
+    return found

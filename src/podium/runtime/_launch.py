@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def launched_by(launcher: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return runtime
 
     return mark
+
+
+def check_packages(settings: Any) -> None:
+    """What the ranks of this machine would miss, each by itself."""
+    if settings.trainer.name == "deepspeed" and find_spec("deepspeed") is None:
+        raise InputError("trainer.name = 'deepspeed': DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'")
 
 
 def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:

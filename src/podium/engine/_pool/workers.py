@@ -37,6 +37,7 @@ def model_of(policy: Policy) -> dict[str, Any]:
         "name": policy.source,
         "dtype": str(policy.model.dtype).removeprefix("torch."),
         "device": policy.device.type,
+        "exact_sums": policy.exact_sums,
         "lora": lora,
         "trust_remote_code": type(policy.model).__module__.startswith("transformers_modules"),
     }
