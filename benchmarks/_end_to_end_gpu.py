@@ -9,10 +9,10 @@ KL), AdamW, learning rate and seed; no group is skipped. Podium computes a promp
 (`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with TRL's fastest settings otherwise; `trl-docs` is
 what its documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
 while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum;
-`podium-mlp` rounds less on its way (`model.exact_sums = "mlp"`). What was
-measured before stays in the results file, so a model or a contender can be measured by itself. A step's time is from
-the end of the step before it to its own end. Memory is what the whole GPU has given away, at its highest. MFU counts
-the tokens that passed through the model, padding aside.
+`podium-mlp` rounds less on its way (`model.exact_sums = "mlp"`). What was measured before stays in the results file, so
+a model or a contender can be measured by itself. A step's time is from the end of the step before it to its own end.
+Memory is what the whole GPU has given away, at its highest. MFU counts the tokens that passed through the model,
+padding aside.
 
 `smollm2-135m` is the real model (a folder, `--smollm2`), scored by the arithmetic reward. The others have random
 weights of a real model's shape and the first one's tokenizer; their answers run to the limit and are scored by a hash

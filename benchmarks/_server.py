@@ -27,7 +27,7 @@ def a_server(
     command = [sys.executable, "-m", "podium.cli", "serve", model, f"--uds={socket}", "--model.device=cpu"]
     process = subprocess.Popen(
         command,
-        env=dict(environment),
+        env={**environment, "TMPDIR": str(folder)},  # nothing is left behind when it is killed
         stdin=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         preexec_fn=None if core is None else lambda: os.sched_setaffinity(0, {core}),
@@ -41,5 +41,5 @@ def a_server(
             time.sleep(0.1)
         yield Server(f"unix:{socket}", process.pid)
     finally:
-        process.kill()  # also one that stands still; it keeps nothing that has to be put away
+        process.kill()  # which ends also one that stands still
         process.wait()

@@ -11,6 +11,7 @@ from podium.run_folder import RunFolder
 from podium.settings import read_toml
 
 HOW_IT_COMPUTES = ("exact_sums",)
+"""Keys of `[model]` that go with a trainer's settings and say nothing about the weights."""
 
 
 @dataclass(frozen=True)

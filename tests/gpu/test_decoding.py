@@ -1,7 +1,8 @@
 """The in-process engine on CUDA: captured decoding writes what plain decoding writes, for every size of a batch.
 
-Tolerances of logprobs: 1e-4 in float32; in bfloat16, against the trainer's own bfloat16 forward pass, 0.015 on average
-and 0.15 at most, which is about what the rounding of one of them alone makes of a few hundred tokens.
+Tolerances of logprobs: 1e-4 in float32; in bfloat16, against the trainer's own bfloat16 forward pass, 0.05 at most and
+0.015 on average. With a random adapter, whose model is unsure of itself, rounding alone moves single tokens by up to
+0.12 (seen on a CPU); there 0.15 at most.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ pytestmark = [
 ]
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
-TOLERANCE = {None: 1e-4, torch.bfloat16: 0.15}
+TOLERANCE = {None: 1e-4, torch.bfloat16: 0.05}
+ADAPTED_TOLERANCE = {None: 1e-4, torch.bfloat16: 0.15}
 MEAN_TOLERANCE = {None: 1e-4, torch.bfloat16: 0.015}
 Made = dict[int, Answer]
 
@@ -84,7 +86,7 @@ def plain(engine: Inprocess) -> Inprocess:
 def assert_trained_alike(policy: Policy, asked: list[Request], made: Made, dtype: torch.dtype | None) -> None:
     """The logprobs are those of the trainer's forward pass."""
     found = gaps(policy, asked, made, dtype)
-    assert max(found) <= TOLERANCE[dtype]
+    assert max(found) <= (TOLERANCE if policy.peft is None else ADAPTED_TOLERANCE)[dtype]
     assert fmean(found) <= MEAN_TOLERANCE[dtype]
 
 
