@@ -153,6 +153,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     peft = None
     if is_adapter or settings.lora is not False:
         peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
+        _order_names(peft.peft_config["default"])
     model.eval()  # the adapter's dropout too: only the trainer's own step switches it on
     return Policy(
         model=model,
@@ -246,9 +247,27 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo).eval()
 
 
+def _order_names(config: Any) -> None:
+    """PEFT keeps names of layers in sets, whose order differs between processes, and writes them in that order."""
+    for key, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, key, sorted(value))
+
+
+def _refuse_idle_rank(model: PreTrainedModel, rank: int) -> None:
+    """Before an adapter of this rank is allocated, which may take more memory than there is."""
+    widest = max((max(layer.weight.shape) for layer in model.modules() if is_plain_linear(layer)), default=rank)
+    if rank > widest:
+        raise InputError(
+            f"model.lora.r = {rank}: the widest layer of this model has {widest} inputs or outputs, so a higher rank "
+            f"adds nothing; give {widest} or less, usually 8 to 64"
+        )
+
+
 def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    _refuse_idle_rank(model, lora.r)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
