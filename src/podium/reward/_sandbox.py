@@ -8,9 +8,9 @@ time is up.
 
 import ast
 import os
-import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from typing import Any, Literal
 from podium.errors import InputError
 from podium.reward._inside import launch  # importing it here also leaves it compiled for the sandbox
 from podium.reward._inside._plain import framed, from_plain, plain
+from podium.reward._threads import wait_and_answer
 
 Sandbox = Literal["bubblewrap", "weak"]
 INSIDE = Path(launch.__file__).parent
@@ -104,12 +105,21 @@ def _problem(kind: Sandbox) -> str | None:
 
 def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandbox) -> list[Any]:
     """The messages that the launcher wrote, its "ready" aside."""
-    content = framed(plain(dict(given))) + framed(plain(tests))
-    with _files(content) as (source, sink, complaints), _command(kind) as (command, folder):
+    mine, its = socket.socketpair()
+    content = framed(plain({**given, "supervisor": its.fileno()})) + framed(plain(tests))
+    with mine, its, _files(content) as (source, sink, complaints), _command(kind) as (command, folder):
         process = subprocess.Popen(
-            command, stdin=source, stdout=sink, stderr=complaints, env=ENVIRONMENT, cwd=folder, process_group=0
+            command,
+            stdin=source,
+            stdout=sink,
+            stderr=complaints,
+            env=ENVIRONMENT,
+            cwd=folder,
+            process_group=0,
+            pass_fds=[its.fileno()],
         )
-        _wait_or_kill(process, limit_s)
+        its.close()
+        _wait_or_kill(process, limit_s, mine)
         messages = list(_messages(_read(sink)))
         if messages[:1] != [launch.READY]:
             raise SandboxError(f"the sandbox did not start: {_read(complaints).decode(errors='replace')[-300:]}")
@@ -126,13 +136,12 @@ def _messages(data: bytes) -> Iterator[Any]:
         data = data[end:]
 
 
-def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> None:
-    """Waits on the kernel's word that it ended: `Popen.wait` with a limit looks every now and then."""
+def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float, launcher: socket.socket) -> None:
+    """Waits on the kernel's word that it ended: `Popen.wait` with a limit looks every now and then. Meanwhile it
+    answers the questions for threads."""
     life = os.pidfd_open(process.pid)
     try:
-        poll = select.poll()
-        poll.register(life, select.POLLIN)
-        poll.poll(max(0.0, limit_s) * 1000)
+        wait_and_answer(life, limit_s, launcher)
     finally:
         os.close(life)
         with suppress(ProcessLookupError):
