@@ -10,9 +10,10 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-BELOW_STAGES = {"errors", "records", "stages", "model"}
+BELOW_STAGES = {"errors", "files", "records", "stages", "model"}
 ALLOWED = {
     "errors": set(),
+    "files": set(),
     "plan": set(),
     "temperature": set(),
     "records": {"plan"},
@@ -28,12 +29,12 @@ ALLOWED = {
     "lookup": {"errors"},
     "sections": {"errors", "lookup", "loss", "temperature"},
     "settings": {"errors", "lookup", "records", "sections"},
-    "run_folder": {"errors"},
+    "run_folder": {"errors", "files"},
     "trained": {"errors", "run_folder", "settings"},
     "reference": {"lookup", "sections"},
     "model_card": {"ledger", "run_folder", "settings"},
     "ledger": {"errors", "run_folder"},
-    "model": {"errors", "records"},
+    "model": {"errors", "files", "records"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES | {"temperature"},
     "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
@@ -46,9 +47,9 @@ ALLOWED = {
     "sync": BELOW_STAGES,
     "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
-    "checkpoint_files": {"errors"},
+    "checkpoint_files": {"errors", "files"},
     "resume_rules": {"errors", "lookup", "sections", "settings"},
-    "report": {"errors", "ledger", "records", "run_folder", "stages"},
+    "report": {"errors", "files", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""

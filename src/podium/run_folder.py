@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import InputError
+from podium.files import open_regular, read_regular
 
 OUTSIDE = "flyte"
 """What may lie in the folder before the run begins: the store of a runtime that is started around it."""
@@ -138,7 +139,7 @@ class RunFolder:
 
     def _read_restarts(self) -> dict[str, int]:
         try:
-            return json.loads(self._restarts.read_text())
+            return json.loads(read_regular(self._restarts))
         except (OSError, ValueError):
             return {"total": 0, "in_a_row": 0}
 
@@ -146,8 +147,8 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         """What status.json says; empty where none was written."""
         try:
-            status = json.loads(self._status.read_text())
-        except (OSError, ValueError):
+            status = json.loads(read_regular(self._status))
+        except (OSError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 
@@ -201,9 +202,11 @@ class RunFolder:
 
     def is_locked(self) -> bool:
         """Whether a process is at work here; asks without leaving a trace."""
-        if not (self.path / "lock").exists():
+        try:
+            handle = open_regular(self.path / "lock")
+        except OSError:
             return False
-        with (self.path / "lock").open() as handle:
+        with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -33,7 +33,7 @@ from podium.server.openai import OpenAi
 from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
 from podium.server.transfer import Transfer, transfer_ranks
-from podium.server.waiting import unless_gone
+from podium.server.waiting import READ, unless_gone
 from podium.server.wire import (
     ClaimBody,
     Generate,
@@ -55,9 +55,8 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     clients call the model."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = _Routes(served, engine_name, log)
-    app.get("/health")(routes.health)
-    app.get("/info")(routes.info)
-    app.get("/metrics")(routes.metrics_text)
+    for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
+        app.api_route(path, methods=READ)(answer)
     app.post("/generate")(routes.generate)
     app.post("/score")(routes.score)
     app.post("/reload_weights")(routes.reload_weights)

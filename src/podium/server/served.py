@@ -22,12 +22,15 @@ from podium.records import Answer, Request, Sampling
 from podium.server.claims import Claims, Scope
 from podium.server.gate import Gate
 from podium.server.refusal import Refusal
+from podium.server.waiting import within
 from podium.server.weights import AdapterShape, Published, locate, read, shape_of
 from podium.stages import Engine
 
 HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
 RESTORE_PAUSE_S = 1.0
+LOCATE_S, READ_S = 20.0, 1800.0
+"""What a disk may take for two small files, and for all weights of a large model."""
 OWN_VERSION = 0
 """Of the weights that the server began with."""
 
@@ -120,9 +123,9 @@ class Served:
         try:
             async with self._one_reload:
                 self.claims.check_writer(run)
-                published = await asyncio.to_thread(locate, self.root, name)
+                published = await within(LOCATE_S, f"a look at {name}", locate, self.root, name)
                 if published.shape == shape_of(self.policy):
-                    weights = await asyncio.to_thread(read, published, self.policy, version)
+                    weights = await within(READ_S, f"reading {name}", read, published, self.policy, version)
                     await self._swap(weights, version, run, in_flight)
                 else:
                     await self._rebuild(published, version, run)
@@ -179,7 +182,7 @@ class Served:
             policy = await asyncio.to_thread(self._maker.policy, published.shape)
         except InputError:
             raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
-        weights = await asyncio.to_thread(read, published, policy, version)
+        weights = await within(READ_S, f"reading {published.folder.name}", read, published, policy, version)
         async with self.gate.swapping():
             await self._replace(policy, weights, version, run)
 
