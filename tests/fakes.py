@@ -34,6 +34,11 @@ class FakeEngine:
 class FakeTokenizer:
     """One token a character code."""
 
+    all_special_tokens: Sequence[str] = ()
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
+        return [ord(token) for token in tokens]
+
     def __len__(self) -> int:
         return 128
 

@@ -1,15 +1,22 @@
 """`podium check --rewards`: good rewards pass, each kind of bad one is found and named, through the command line."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 
 from podium.cli import main
-from podium.workbench import HOSTILE
+from podium.lookup import find
+from podium.reward._classes import bound_reward
+from podium.reward._combine import NamedReward
+from podium.reward._scoring import Scoring
+from podium.workbench import HOSTILE, _try_all
+from tests.builders import make_prompt
 from tests.conftest import small_tables
 from tests.reward.judging import Reply, serving
 
@@ -96,6 +103,18 @@ def test_a_good_reward_passes(reward: str, here: Path, capsys: pytest.CaptureFix
     assert cells[:3] == ["6 of 6", "0 of 6", f"0 of {len(HOSTILE)}"]
     assert 0 < float(cells[4]) <= float(cells[5])
     assert (code, report.splitlines()[-1]) == (0, "ok")
+
+
+@pytest.mark.parametrize("thinking", ["ignore", "count"])
+@pytest.mark.parametrize("name", ["exact", "gsm8k"])
+def test_answers_to_a_prompt_that_ends_inside_the_thinking_close_it_first(name: str, thinking: str) -> None:
+    options = {"thinking": thinking}
+    reward = NamedReward(name, bound_reward(find("reward", name), options), options=options)
+    prompts = [make_prompt(n, answer=str(n), opens_thinking=True) for n in range(4)]
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [0])
+    (findings,) = asyncio.run(_try_all(Scoring({name: reward}, [name], 1), prompts, tokenizer, 4))
+    assert len(findings.passed("gold")) == 4
+    assert findings.is_good
 
 
 def test_the_first_rows_are_not_all_that_is_looked_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,12 +74,12 @@ class Prompt:
     reward: tuple[str, ...] = ()
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    opens_thinking: bool = False  # the rendered prompt ends in <think>: the answer begins inside the thinking
 
     @property
     def question(self) -> str:
         """The turn that the policy answers, for people."""
-        asked = [turn["content"] for turn in self.messages if turn["role"] != "assistant"]
-        return asked[-1] if asked else ""
+        return next((turn["content"] for turn in reversed(self.messages) if turn["role"] != "assistant"), "")
 
 
 @dataclass(frozen=True)

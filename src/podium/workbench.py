@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from podium.errors import RewardContractError
 from podium.model.load import load_policy
+from podium.model.thinking import CLOSE
 from podium.records import Group, Prompt, Rollout, ids_digest
 from podium.reward._combine import NamedReward, has_highest
 from podium.reward._contract import answer_text, declared_range
@@ -146,7 +147,8 @@ def _is_same(one: str, other: str) -> bool:
 
 
 async def _tried(scoring: Scoring, reward: NamedReward, trial: Trial, tokenizer: Any) -> Trial:
-    group = Group(trial.prompt, (_rollout(trial.text, tokenizer),))
+    is_inside = trial.prompt.opens_thinking and reward.options.get("thinking") == "ignore"
+    group = Group(trial.prompt, (_rollout(f"{CLOSE}\n{trial.text}" if is_inside else trial.text, tokenizer),))
     started = time.perf_counter()
     value, trouble, is_breach = None, None, False
     try:

@@ -20,6 +20,9 @@ class CharacterTokenizer:
     def __call__(self, text: str, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(input_ids=[ord(character) for character in text])
 
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
 
 def make_data(
     texts: Sequence[str] | int = 10, *, seed: int = 0, limit: int = 3, system: str | None = None, **plan: Any
@@ -233,6 +236,11 @@ def test_a_prompt_carries_its_row() -> None:
     assert prompt is not None
     assert (prompt.ordinal, prompt.token_ids, prompt.messages) == (5, (ord("q"),), row.messages)
     assert (prompt.answer, prompt.reward, prompt.source, prompt.metadata) == (4, ("exact",), "file", {"level": 2})
+
+
+def test_a_prompt_says_whether_its_answer_begins_inside_the_thinking() -> None:
+    prompts = make_data(["q <think>\n", "q", "what is <think>?"], limit=99).in_order()
+    assert [prompt.opens_thinking for prompt in prompts] == [True, False, False]
 
 
 def test_evaluation_takes_every_kept_row_once_and_unshuffled() -> None:

@@ -62,6 +62,21 @@ def test_the_judge_sees_question_answer_and_reference_and_the_request_s_fields()
     assert {key: body[key] for key in body if key != "messages"} == {"max_tokens": 7, "top_p": 0.5, "model": "judge-1"}
 
 
+@pytest.mark.parametrize(("name", "best"), [("judge", {"score": 10}), ("rubric", {"scores": [2]})])
+def test_a_model_judges_what_follows_the_thinking(name: str, best: dict[str, Any]) -> None:
+    """A text that was cut inside its thinking costs no request."""
+    texts = ("<think>sly</think> good", "<think>sly", "sly</think>good")
+    others: dict[str, Any] = {"criteria": ["It is good."]} if name == "rubric" else {}
+    reply = always(lambda text: json.dumps({"id": mark_in(text), **best}))
+    with serving(reply) as server:
+        assert judged(server.base_url, *texts, name=name, **others).rewards == (1.0, 0.0, 1.0)
+        assert [answer_in(text) for text in server.texts] == ["good", "good"]
+        opened = make_prompt(answer="3", opens_thinking=True)
+        assert judged(server.base_url, "sly", name=name, prompt=opened, **others).rewards == (0.0,)
+        assert judged(server.base_url, texts[1], name=name, thinking="count", **others).rewards == (1.0,)
+        assert answer_in(server.texts[-1]) == "<think>sly"
+
+
 def test_nothing_in_an_answer_is_taken_for_a_placeholder() -> None:
     hostile = "{question} {answer.__class__} {0} {id} {reference!r} %s \\1 \\g<0>"
     with serving(always(lambda text: verdict(text, 10))) as server:

@@ -18,6 +18,7 @@ from typing import Any
 from podium.data._mixture import Pool, Source, make_pools
 from podium.errors import InputError
 from podium.model.chat import render
+from podium.model.thinking import opens_thinking
 from podium.records import Group, Plan, Prompt, Row, RunState
 
 
@@ -39,6 +40,7 @@ class OrderedData:
         self._rows, self._plan, self._seed = rows, plan, seed
         self.sources, self.num_rows = sources, len(rows)
         self._ids = [_rendered(tokenizer, *named, system) for named in zip(self.row_names, rows, strict=True)]
+        self._opens_thinking = [opens_thinking(tokenizer, ids) for ids in self._ids]
         limits = [source.max_prompt_tokens for source in sources for _ in range(source.num_rows)]
         self.is_kept = [0 < len(ids) <= limit for ids, limit in zip(self._ids, limits, strict=True)]
         if not any(self.is_kept):
@@ -165,7 +167,8 @@ class OrderedData:
     def prompt_of_row(self, index: int, ordinal: int) -> Prompt:
         """The row with that index, under that ordinal."""
         row = self._rows[index]
-        return Prompt(ordinal, self._ids[index], row.messages, row.answer, row.reward, row.source, row.metadata)
+        given = (row.messages, row.answer, row.reward, row.source, row.metadata)
+        return Prompt(ordinal, self._ids[index], *given, opens_thinking=self._opens_thinking[index])
 
     def in_order(self, count: int | None = None) -> list[Prompt]:
         """Every kept row once, unshuffled: for evaluation."""

@@ -19,7 +19,7 @@ from podium.errors import InputError
 from podium.records import Prompt, Row
 from podium.reward import _ifeval_instructions, _tulu3_functions
 from podium.reward._english import require_langdetect
-from podium.reward._markup import after_thinking, final_text
+from podium.reward._markup import without_answer_tags
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ def _read(label: Any) -> Iterator[Constraint]:
         ids, kwargs = fields.get("instruction_id_list", fields.get("instruction_id")), fields.get("kwargs")
         if "func_name" in fields:
             arguments = {key: value for key, value in fields.items() if key != "func_name"}
-            yield _constraint(_tulu3_functions.FUNCTIONS, fields["func_name"], arguments, final_text)
+            yield _constraint(_tulu3_functions.FUNCTIONS, fields["func_name"], arguments, without_answer_tags)
         elif isinstance(ids, list) and isinstance(kwargs, list):
             if len(ids) != len(kwargs):
                 raise InputError(f"{len(ids)} instructions have {len(kwargs)} kwargs; give each its own")
             for name, arguments in zip(ids, kwargs, strict=True):
-                yield _constraint(_ifeval_instructions.INSTRUCTIONS, name, arguments or {}, after_thinking)
+                yield _constraint(_ifeval_instructions.INSTRUCTIONS, name, arguments or {}, str)
         else:
             raise InputError(
                 "the label must have 'instruction_id_list' and 'kwargs' (IFEval) or 'func_name' (Tulu 3), "

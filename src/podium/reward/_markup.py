@@ -1,19 +1,11 @@
-"""What answers are marked up with: `<think>…</think>` before them, `<answer>…</answer>` around them."""
+"""What answers are marked up with, such as `<answer>…</answer>` around them."""
 
 import re
 
-THINK_END = "</think>"
 
-
-def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, without the white space around it; the text as it is where there is none."""
-    _, marker, tail = text.rpartition(THINK_END)
-    return tail.strip() if marker else text
-
-
-def final_text(text: str) -> str:
-    """What follows the thinking, without `<answer>` tags and the white space around it."""
-    return after_thinking(text).replace("<answer>", "").replace("</answer>", "").strip()
+def without_answer_tags(text: str) -> str:
+    """The text without `<answer>` tags and the white space around it."""
+    return text.replace("<answer>", "").replace("</answer>", "").strip()
 
 
 def last_block(text: str, *tags: str) -> str | None:

@@ -10,6 +10,7 @@ from pydantic import Field
 from podium.errors import InputError
 from podium.records import Prompt, Row
 from podium.reward._sandbox import Sandbox, refuse_sandbox
+from podium.reward._thinking import Thinking
 
 FENCE = "```"
 
@@ -70,6 +71,7 @@ def refuse_program(
     memory_mb: int,
     threshold: float | None,
     sandbox: Sandbox,
+    thinking: Thinking = "ignore",
 ) -> None:
     """Before the model loads: limits that contradict each other, a sandbox that is not there."""
     if timeout_s <= total_s:

@@ -10,6 +10,7 @@ from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._markup import last_block
 from podium.reward._numbers import expected_integer, numbers_in
+from podium.reward._thinking import judges_answer
 
 
 def label(answer: Any) -> str:
@@ -26,6 +27,7 @@ def check(row: Row) -> None:
 @gold_answer(answer_within("<answer>", "</answer>"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def answer_tag(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
     block = last_block(rollout.text, "answer")

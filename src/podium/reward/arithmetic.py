@@ -13,6 +13,7 @@ from pydantic import Field
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
 from podium.reward._numbers import expected_integer, numbers_in
+from podium.reward._thinking import judges_answer
 
 MARKER = "####"
 INTEGER = r"-?[0-9]+(?!\.?[0-9])"
@@ -27,6 +28,7 @@ def check(row: Row) -> None:
 @gold_answer(lambda prompt: f"{MARKER} {prompt.answer}")
 @checks_answer(check)
 @declare_range(0.0, 1.2)
+@judges_answer
 def arithmetic(
     prompt: Prompt,
     rollout: Rollout,

@@ -19,6 +19,7 @@ from podium.reward._program import (
     tests_of,
 )
 from podium.reward._sandbox import Limits, Sandbox, judge_asserts
+from podium.reward._thinking import judges_answer
 
 
 def check(row: Row) -> None:
@@ -36,6 +37,7 @@ def check(row: Row) -> None:
 @refuses(refuse_program)
 @gold_answer(solution_of)
 @declare_range(0.0, 1.0)
+@judges_answer
 def code(
     prompt: Prompt,
     rollout: Rollout,

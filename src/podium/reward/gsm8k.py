@@ -10,6 +10,7 @@ from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range
 from podium.reward._numbers import answer_as_text, last_number, numbers_in
+from podium.reward._thinking import judges_answer
 
 MARKER = "####"
 
@@ -30,6 +31,7 @@ def check(row: Row) -> None:
 
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def gsm8k(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
     return float(last_number(rollout.text) == expected_number(prompt.answer))

@@ -1,7 +1,6 @@
 """The share of the label's instructions that the text follows: IFEval's 25, or the 25 functions of Tulu 3.
 
-The label's form is detected, see `_ifeval_label.py`. What stands before `</think>` is not judged. An empty answer
-follows nothing.
+The label's form is detected, see `_ifeval_label.py`. An empty answer follows nothing.
 """
 
 from typing import Annotated
@@ -11,6 +10,7 @@ from pydantic import Field
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range, gold_answer
 from podium.reward._ifeval_label import constraints
+from podium.reward._thinking import judges_answer
 
 
 def check(row: Row) -> None:
@@ -21,6 +21,7 @@ def check(row: Row) -> None:
 @gold_answer("what follows all instructions of a row is not in the row")
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def ifeval(
     prompt: Prompt,
     rollout: Rollout,

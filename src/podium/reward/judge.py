@@ -25,6 +25,7 @@ from podium.reward._endpoint import (
     RetryWait,
     Template,
 )
+from podium.reward._thinking import Thinking, final_answer
 from podium.reward._verdict import fenced, filled, last_match, last_verdict, mark_of, number, refuse_template
 
 TEMPLATE = """\
@@ -74,9 +75,11 @@ class Judge:
         concurrency: Concurrency = 32,
         price_in: Price = 0.0,
         price_out: Price = 0.0,
+        thinking: Thinking = "ignore",
     ) -> None:
         self._template, self._pattern = template or TEMPLATE, score_pattern
         self._lowest, self._highest = lowest, highest
+        self._thinking: Thinking = thinking
         limits = (request_timeout_s, max_tries, retry_s, concurrency, price_in, price_out)
         self._endpoint = Endpoint("judge", base_url, model, api_key_env, request, *limits)
 
@@ -92,10 +95,13 @@ class Judge:
             _refuse_pattern(judge._pattern)
 
     async def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
+        answer = final_answer(prompt, rollout, self._thinking)
+        if answer is None:
+            return 0.0
         mark = mark_of(prompt, rollout)
         values = {
             "question": prompt.question,
-            "answer": fenced(rollout.text, mark),
+            "answer": fenced(answer, mark),
             "reference": "" if prompt.answer is None else str(prompt.answer),
             "id": mark,
             "lowest": f"{self._lowest:g}",

@@ -11,11 +11,13 @@ from podium.reward._contract import answer_within, checks_answer, declare_range,
 from podium.reward._math_equal import same_answer
 from podium.reward._math_label import check, expected_answer
 from podium.reward._math_text import find_answer
+from podium.reward._thinking import judges_answer
 
 
 @gold_answer(answer_within(r"The answer is \boxed{", "}"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def math(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
     found = find_answer(rollout.text)

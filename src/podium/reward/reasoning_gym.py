@@ -19,6 +19,7 @@ from typing import Any
 
 from podium.records import Prompt, Rollout
 from podium.reward._contract import declare_range, gold_answer
+from podium.reward._thinking import judges_answer
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify"}
 """Functions that run the text that they are given; sympy's do."""
@@ -33,6 +34,7 @@ INVISIBLE = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, to
 
 @gold_answer(lambda prompt: f"<answer>{prompt.metadata['entry']['answer']}</answer>")
 @declare_range(0.0, 1.0)
+@judges_answer
 def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
     """Partial credit is the task's business."""
     if "entry" not in prompt.metadata:

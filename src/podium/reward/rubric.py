@@ -25,6 +25,7 @@ from podium.reward._endpoint import (
     RetryWait,
     Template,
 )
+from podium.reward._thinking import Thinking, final_answer
 from podium.reward._verdict import (
     NoVerdictError,
     fenced,
@@ -91,8 +92,10 @@ class Rubric:
         concurrency: Concurrency = 32,
         price_in: Price = 0.0,
         price_out: Price = 0.0,
+        thinking: Thinking = "ignore",
     ) -> None:
         self._template, self._criteria = template or TEMPLATE, criteria
+        self._thinking: Thinking = thinking
         limits = (request_timeout_s, max_tries, retry_s, concurrency, price_in, price_out)
         self._endpoint = Endpoint("rubric", base_url, model, api_key_env, request, *limits)
 
@@ -105,10 +108,13 @@ class Rubric:
 
     async def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
         criteria = self._criteria_of(prompt)
+        answer = final_answer(prompt, rollout, self._thinking)
+        if answer is None:
+            return 0.0
         mark = mark_of(prompt, rollout)
         values = {
             "question": prompt.question,
-            "answer": fenced(rollout.text, mark),
+            "answer": fenced(answer, mark),
             "criteria": "\n".join(f"{place}. {one.criterion}" for place, one in enumerate(criteria, start=1)),
             "id": mark,
         }

@@ -7,11 +7,13 @@ from podium.records import Prompt, Rollout
 from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._search import check, found_answer, labels
 from podium.reward._squad import normal_form
+from podium.reward._thinking import judges_answer
 
 
 @gold_answer(answer_within("<answer>", "</answer>"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def search(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
     found = found_answer(rollout.text)

@@ -12,11 +12,13 @@ from podium.records import Prompt, Rollout
 from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._search import check, found_answer, labels
 from podium.reward._squad import word_f1
+from podium.reward._thinking import judges_answer
 
 
 @gold_answer(answer_within("<answer>", "</answer>"))
 @checks_answer(check)
 @declare_range(0.0, 1.0)
+@judges_answer
 def search_f1(
     prompt: Prompt,
     rollout: Rollout,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.errors import EngineError, InputError
+from podium.model.thinking import decode_answer
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.stages import Engine
 from podium.temperature import Temperature
@@ -96,7 +97,7 @@ class SingleTurn:
                 rollout_logprobs=logprobs,
                 loss_mask=(1,) * len(ids),
                 finish_reason=reason,
-                text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                text=decode_answer(self._tokenizer, ids),
                 policy_version_min=min(answer.policy_versions[index]),
                 policy_version_max=max(answer.policy_versions[index]),
                 sample_index=index,
