@@ -21,12 +21,7 @@ def amounts(text: str) -> list[Amount]:
     """An expression, perhaps with a currency before it or a unit behind it."""
     if match := re.fullmatch(r"([+-]?)\s*¤([A-Z]{3})\s*(.+)|(.+?)\s*¤([A-Z]{3})(.*)", text):
         code, rest = match[2] or match[5], trimmed(match[1] + match[3] if match[2] else match[4] + " " + match[6])
-        inner = amounts(rest)
-        return [
-            Amount(each.value, (currency(code),))
-            for each in inner
-            if None in each.units or currency(code) in each.units
-        ]
+        return [Amount(each.value, tuple(_paid(code, unit) for unit in each.units)) for each in amounts(rest)]
     if text.endswith("%") and "%" not in text[:-1]:
         return [Amount(each.value, (PERCENT,)) for each in amounts(trimmed(text[:-1]))]
     if match := re.fullmatch(r"(.*[0-9)}])\s*°\s*⟪?([CF])⟫?", text):
@@ -58,6 +53,36 @@ def _degrees(node: Node) -> Node | None:
         return node.parts[0]
     inner = _degrees(node.parts[-1]) if node.kind in ("minus", "group", "times") else None
     return None if inner is None else Node(node.kind, (*node.parts[:-1], inner))
+
+
+def _paid(code: str, unit: Unit | None) -> Unit:
+    """An amount of money, perhaps for each of something."""
+    money = currency(code)
+    if unit is None or unit.things or unit == money:
+        return money
+    return Unit(money.dimensions | unit.dimensions, unit.size)
+
+
+def compound(text: str) -> Amount | None:
+    """`1 hour 30 minutes` or `5 ft 6 in` as one amount."""
+    plain = re.sub(r"[⟪⟫{}]|\band\b|,", " ", text)
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\.?\s*", plain)
+    if len(parts) < 2 or not re.fullmatch(r"\s*(?:[0-9]+(?:\.[0-9]+)?\s*[A-Za-z]+\.?\s*){2,4}", plain):
+        return None
+    read = [read_suffix(word) for _, word in parts]
+    units = [suffix[1][0] for suffix in read if suffix is not None]
+    first = units[0] if units else None
+    if (
+        len(units) < len(parts)
+        or first is None
+        or first.name not in ("length", "time", "month", "mass", "dollar", "angle")
+    ):
+        return None
+    sizes = [unit.size for unit in units if unit is not None and unit.dimensions == first.dimensions]
+    if len(sizes) < len(parts) or sizes != sorted(sizes, reverse=True) or len(set(sizes)) < len(sizes):
+        return None
+    total = sum(Fraction(value) * size for (value, _), size in zip(parts, sizes, strict=True))
+    return Amount(number(total / sizes[0]), (first,))
 
 
 def _letter_unit(text: str) -> list[Amount]:

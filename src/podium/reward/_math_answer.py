@@ -6,7 +6,7 @@ A text may be read in several ways (`1,234` is a number or two; `5 m` is a lengt
 import re
 from functools import lru_cache
 
-from podium.reward._math_amount import amounts, clock, ratios, words
+from podium.reward._math_amount import amounts, clock, compound, ratios, words
 from podium.reward._math_compare import symbols
 from podium.reward._math_form import split_at, squeezed, trimmed, with_joined_groups
 from podium.reward._math_kinds import Amount, Answer, Congruence, Equation, Inequality, Items, Matrix, Region, Words
@@ -20,6 +20,9 @@ MAX_SIGNS = 3
 
 OR = re.compile(r"\s*,?\s+or\s+")
 SEPARATOR = re.compile(r"\s*(?:,\s*and\b|,\s*or\b|\band\b|\bor\b|[,;])\s*|\\\\|\\(?:quad|qquad)(?![A-Za-z])")
+SENTENCE = re.compile(
+    r"⟪(?![^⟪⟫]*\b(?:not|than|between|about|least|most)\b)[^⟪⟫0-9]*\b(?:is|are|equals)\s*:?\s*⟫\s*(?=\S)"
+)
 RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|approx|cong|sim)(?![A-Za-z])|:=|[=<>]")
 IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|therefore|Longrightarrow)(?![A-Za-z])")
 SETS = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
@@ -77,6 +80,10 @@ def _read(text: str) -> list[Answer]:
     text = _unwrapped(text)
     if IMPLIES.search(text):
         text = trimmed(split_at(text, IMPLIES)[0][-1])
+    if match := SENTENCE.match(text):
+        text = trimmed(text[match.end() :])
+    if long := compound(text):
+        return [long]
     if time := clock(text):
         return [time, *ratios(text)]
     if (match := MODULUS.search(text)) and not text[match.end() :].strip(" )"):
@@ -145,8 +152,8 @@ def _single(text: str) -> list[Answer]:
         return _related(sides, relations)
     if bracket := _bracketed(text):
         return [bracket]
-    if match := MATRIX.fullmatch(text):
-        return _matrix(match[1], match[2])
+    if (match := MATRIX.fullmatch(text)) and match[1] != "vmatrix":
+        return _matrix(match[2])
     found: list[Answer] = [*amounts(text), *ratios(text)]
     return found or [Words(words(text), text)]
 
@@ -205,11 +212,9 @@ def _bracketed(text: str) -> Answer | None:
     return found
 
 
-def _matrix(kind: str, inside: str) -> list[Answer]:
+def _matrix(inside: str) -> list[Answer]:
     rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(inside), re.compile(r"\\\\"))[0] if row]
     answers = tuple(tuple(_first(cell) for cell in row) for row in rows)
-    if kind == "vmatrix":
-        return [Words(squeezed(inside))]
     return [Matrix(answers)]
 
 
@@ -245,7 +250,7 @@ def _related(sides: list[str], relations: list[str]) -> list[Answer]:
 def is_name(text: str) -> bool:
     """Whether a side of an equation only names what the other one gives: `x`, `a_n`, `f(x)`, `P(A)`, `Area`."""
     text = re.sub(r"\\(?:angle|triangle|overline|vec|bar|hat|mathbb|det|deg)(?![A-Za-z])\s*", "", text).strip()
-    letter = r"(?:[A-Za-z]|\\[A-Za-z]+\s*)'*(?:_(?:\{[^{}]*\}|\\?[A-Za-z]+|[0-9]))?'*"
+    letter = r"(?:[A-Za-z]|\\[A-Za-z]+\s*)(?:\^\{?-1\}?)?'*(?:_(?:\{[^{}]*\}|\\?[A-Za-z]+|[0-9]))?'*"
     plain = (
         rf"{letter}\s*(?:\([^=]*\)|\[[^=]*\]|\{{[A-Z]+\}})?|[A-Z]{{2,}}|\|\s*[A-Za-z]+\s*\|"
         rf"|\(\s*{letter}(?:\s*,\s*{letter})+\s*\)"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from podium.reward._math_answer import as_region, is_name, readings
-from podium.reward._math_compare import is_constant, same_equation, same_value, solves, symbols
+from podium.reward._math_compare import is_constant, number_of, same_equation, same_value, solves, symbols
 from podium.reward._math_form import normal, squeezed
 from podium.reward._math_kinds import (
     Amount,
@@ -27,7 +27,7 @@ from podium.reward._math_kinds import (
 from podium.reward._math_number import Node, Unreadable, number
 from podium.reward._math_read import read_expression
 from podium.reward._math_region import same_region
-from podium.reward._math_units import Unit
+from podium.reward._math_units import CURRENCIES, Unit
 from podium.reward._math_verify import verified
 
 CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\s*(.*)|([A-Z])\s*(?:\)|[.:](?=\s|$))\s*(.*)", re.DOTALL)
@@ -44,13 +44,23 @@ def same_answer(given: str, expected: str) -> bool:
     chosen = _by_choice(mine, wanted)
     if chosen is not None:
         return chosen
-    mine_read, wanted_read = readings(mine), readings(wanted)
+    mine_read, wanted_read = _alone(readings(mine)), _alone(readings(wanted))
     if any(_same(one, other) for other in wanted_read for one in mine_read):
         return True
     return _is_unread(mine_read, wanted_read) and verified(mine, wanted)
 
 
-def _is_unread(*sides: tuple[Answer, ...]) -> bool:
+def _alone(found: tuple[Answer, ...]) -> list[Answer]:
+    """The readings, where a set or list of a single answer is that answer too."""
+    several = [
+        _distinct(_values(list(each.items)))
+        for each in found
+        if isinstance(each, Items) and each.kind in ("set", "list")
+    ]
+    return [*found, *(items[0] for items in several if len(items) == 1)]
+
+
+def _is_unread(*sides: list[Answer]) -> bool:
     """Whether one of two answers is in a notation of its own: neither words nor anything that was read."""
     return any(isinstance(side[0], Words) and "\\" in side[0].source for side in sides)
 
@@ -117,7 +127,8 @@ def _same_quantity(one: Amount, mine: Unit | None, other: Amount, wanted: Unit |
         if one.needs_unit or other.needs_unit:
             return False
         bare, measured, unit = (one.value, other.value, wanted) if mine is None else (other.value, one.value, mine)
-        return same_value(bare, measured) or (
+        is_percent_too_small = mine is not None and mine.name == "percent" and _is_at_most_1(one.value)
+        return (same_value(bare, measured) and not is_percent_too_small) or (
             unit is not None and unit.name in ("percent", "angle") and same_value(bare, _in_base(measured, unit))
         )
     if mine.things or wanted.things:
@@ -126,10 +137,18 @@ def _same_quantity(one: Amount, mine: Unit | None, other: Amount, wanted: Unit |
     if {mine.name, wanted.name} == {"angle", "radian"}:
         return same_value(_in_base(one.value, mine), _in_base(other.value, wanted))
     if mine.dimensions != wanted.dimensions:
-        return False
+        money = [unit.name in CURRENCIES.values() for unit in (mine, wanted)]
+        is_part = mine.dimensions <= wanted.dimensions or wanted.dimensions <= mine.dimensions
+        return any(money) and is_part and same_value(one.value, other.value)  # $5 an hour is $5
     if mine.size == wanted.size:
         return same_value(one.value, other.value)
     return same_value(_times(one.value, mine.size), _times(other.value, wanted.size))
+
+
+def _is_at_most_1(value: Node) -> bool:
+    """0.17 % is no 0.17, though 17 % is a 17 whose sign was left out."""
+    number = number_of(value)
+    return number is not None and abs(number) <= 1
 
 
 def _in_base(value: Node, unit: Unit) -> Node:
@@ -212,10 +231,6 @@ def _same_items(one: Answer, other: Answer) -> bool:
         if len(kinds) > 1 and len(mine) == 2 and kinds & {"[]", "(]", "[)"}:
             return False
         return all(_same(left, right) for left, right in zip(mine, wanted, strict=True))
-    single, several = (one, other) if isinstance(other, Items) else (other, one)
-    if isinstance(several, Items) and several.kind in ("set", "list"):
-        items = _distinct(_values(_members(several)))
-        return len(items) == 1 and _same(single, items[0])
     return False
 
 

@@ -40,11 +40,14 @@ REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\\$", "¤USD "),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tag|label|phantom|hspace|vspace)\*?\s*\{[^{}]*\}", " "),
+        (rf"\\(?:checkmark|square|blacksquare|quad|qquad|enspace|noindent){WORD}|✓|✅", " "),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
         (rf"\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|large|Large|boldmath){WORD}", ""),
         (rf"\\(?:d|t|c|x)frac{WORD}", r"\\frac"),
         (rf"\\[dt]binom{WORD}", r"\\binom"),
         (rf"\\(le|ge|ne)(?:q|qslant|qq)?{WORD}|\\(le|ge)qslant{WORD}", lambda m: "\\" + (m[1] or m[2]) + " "),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (rf"\\lt{WORD}", "<"),
         (rf"\\gt{WORD}", ">"),
         (r"<=|=<", r"\\le "),
@@ -81,7 +84,7 @@ REWRITES = [
 ]  # fmt: skip
 TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|textnormal|mathrm|mbox|hbox|operatorname\*?|emph|underline)"
-    r"\s*\{([^{}⟪⟫]*)\}"
+    r"\s*\{((?:[^{}⟪⟫]|\{[^{}⟪⟫]*\})*)\}"
 )
 FUNCTIONS = [
     "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc",

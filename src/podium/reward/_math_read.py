@@ -11,6 +11,7 @@ from podium.reward._math_number import NUMBER, Node, fail, number, read_number
 from podium.reward._math_units import is_unit
 
 MAX_NESTING = 40
+MAX_DETERMINANT = 4
 GREEK = re.compile(
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|"
     "psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|ell|pi|infty)"
@@ -180,6 +181,8 @@ class _Parser:
         match = RUN.match(self.text, self.at)
         run = match[0] if match else ""
         before = self.text[: self.at]
+        if based := self.take(r"([A-F][0-9A-F]+)\s*_\s*\{?\s*16\s*\}?"):
+            return number(int(based[1], 16))
         if run in FUNCTIONS:
             self.at += len(run)
             return self.function(run)
@@ -256,14 +259,26 @@ class _Parser:
         low = self.exponent()
         self.expect("^")
         high = self.exponent()
-        end = [*re.finditer(r"d\s*([A-Za-z])(?![A-Za-z])", self.text[self.at :])]
-        if not end:
+        end = re.compile(r"(\{\s*)?(?<![A-Za-z\\])d\s*([A-Za-z])(?![A-Za-z])(\s*\})?").search(self.text, self.at)
+        if end is None:
             fail(self.text[self.at :])
-        body, rest = self.text[self.at : self.at + end[0].start()], self.at + end[0].end()
-        if fraction := re.fullmatch(r"\s*\\frac\s*\{\s*", body):
-            fail(fraction[0])
-        self.at = rest
-        return Node("integral", (end[0][1], low, high, read_expression(body.strip() or "1")))
+        if end[3]:  # \frac{dx}{x}
+            self.text = self.text[: end.start()] + ("{1}" if end[1] else end[3]) + self.text[end.end() :]
+            return Node("integral", (end[2], low, high, self.sum()))
+        body, self.at = self.text[self.at : end.start()], end.end()
+        return Node("integral", (end[2], low, high, read_expression(body.strip() or "1")))
+
+    def read_begin(self) -> Node:
+        """The determinant of a matrix."""
+        match = self.take(r"\{([pbvB])matrix\}(.*?)\\end\s*\{\1matrix\}")
+        if match is None or (
+            match[1] != "v" and not self.text[: match.start()].endswith(("\\det\\begin", "\\det \\begin"))
+        ):
+            fail(self.text)
+        rows = [row.split("&") for row in re.split(r"\\\\", match[2]) if row.strip()]
+        if len(rows) > MAX_DETERMINANT or any(len(row) != len(rows) for row in rows):
+            fail(match[0])
+        return Node("determinant", tuple(read_expression(cell.strip()) for row in rows for cell in row))
 
     def read_lim(self) -> Node:
         begin = self.take(r"_\s*\{\s*([A-Za-z])\s*\\(?:to|rightarrow)(?![A-Za-z])")
@@ -288,6 +303,8 @@ class _Parser:
             if not self.take(r"\)|⦄"):
                 fail(self.text[self.at :])
             return Node(name, tuple(items))
+        if name == "det":
+            return (self.command() if self.skip() == "\\" else None) or fail(self.text)
         if name == "sqrt":
             return Node("root", (self.function_argument(), number(2)))
         node = Node(name, (self.function_argument(), *([base] if base else [])))

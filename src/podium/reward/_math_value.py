@@ -16,6 +16,7 @@ from podium.reward._math_number import Node, number
 
 DIGITS = 50
 ROUGH_DIGITS = 25
+LIMIT_DIGITS = 80
 MAX_BITS = 100_000
 MAX_WORK = 3_000_000
 MAX_FACTORIAL = 5000
@@ -144,7 +145,7 @@ class Evaluator:
             return base
         if self.mp.im(base) == 0 and self.mp.re(base) < 0 and exponent != int(self.mp.re(exponent)):
             self.left_reals = True
-        if abs(exponent) * max(abs(self.mp.log(abs(base))), self.mp.mpf(1)) > MAX_BITS:
+        if abs(exponent * self.mp.log(abs(base))) > MAX_BITS:
             raise NoValue("too large")
         return self.mp.power(base, exponent)
 
@@ -258,9 +259,32 @@ class Evaluator:
         return self._rough(lambda mp, f: mp.quad(f, ends, maxdegree=6), variable, body)
 
     def _limit(self, variable: str, goal: Node, side: str, body: Node) -> Value:
+        """The value close to the goal, if it is one and the same from every side and at two distances."""
         end = self.real(self(goal))
-        direction = -1 if side == "-" else 1
-        return self._rough(lambda mp, f: mp.limit(f, end, direction=direction), variable, body)
+        before, self.mp, self.is_rough = self.mp, context(LIMIT_DIGITS), True
+        try:
+            if self.mp.isinf(end):
+                places = [self.mp.mpf(10) ** exponent * (1 if end > 0 else -1) for exponent in (24, 25)]
+            else:
+                signs = {"+": [1], "-": [-1]}.get(side, [1, -1])
+                places = [end + sign * self.mp.mpf(10) ** -exponent for sign in signs for exponent in (20, 21)]
+            values = [self.real(self.bound(variable, place, body)) for place in places]
+        finally:
+            self.mp = before
+        if any(abs(value - values[0]) > 1e-9 * max(1, abs(value)) for value in values):
+            raise NoValue("no limit")
+        return values[-1]
+
+    def _determinant(self, *cells: Node) -> Value:
+        size = isqrt(len(cells))
+        if size == 1:
+            return self(cells[0])
+        total = number(0)
+        for column, cell in enumerate(cells[:size]):
+            rest = [each for place, each in enumerate(cells) if place >= size and place % size != column]
+            term = Node("times", (cell, Node("determinant", tuple(rest))))
+            total = Node("add", (total, Node("minus", (term,)) if column % 2 else term))
+        return self(total)
 
     def _rough(self, method: Callable[[Any, Callable[[Any], Any]], Any], variable: str, body: Node) -> Value:
         """By a numerical method of mpmath."""
