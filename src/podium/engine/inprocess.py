@@ -32,12 +32,14 @@ from podium.engine._cuda.continuous import Continuous
 from podium.engine._cuda.joined import join_weights
 from podium.engine._cuda.replayed_score import ReplayedScore
 from podium.engine._draft import Draft
+from podium.engine._evidence import Halves, held_adapter, held_full, merged
 from podium.engine._packed import PackedLinear, pack_layers
 from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
 from podium.errors import InputError
 from podium.model.device_thread import SHARED, beside_the_trainer
+from podium.model.evidence import Held
 from podium.model.forward import head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
@@ -92,6 +94,8 @@ class Inprocess:
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
+        self._laid: dict[str, Halves] = {}
+        """The adapter that was laid over each of them last."""
         self._packed: list[PackedLinear] = []
         if snapshot and policy.peft is None:
             for module in self._model.modules():
@@ -99,6 +103,7 @@ class Inprocess:
                     setattr(module, name, _frozen(parameter.detach().clone()))
             self._model.tie_weights()
         ranks = {name.rpartition(".lora_")[0]: len(a) for name, a in policy.named_weights() if name.endswith(".lora_A")}
+        self._adapted = list(ranks)
         if self._compute_dtype is not None:
             self._halve(ranks)
         elif self._model is not self._trained:
@@ -220,6 +225,16 @@ class Inprocess:
         weights = await asyncio.to_thread(read_published, folder, dict(self._expected()), version)
         await self.load_weights(weights.items(), version)
 
+    async def held(self) -> Held:
+        """What it samples with, for the proof of a push."""
+        return await self._thread.run(self._held)
+
+    def _held(self) -> Held:
+        faults = self._continuous.faults() if self._continuous is not None else []
+        if not self._adapted:
+            return held_full(self._model, faults)
+        return held_adapter(self._model, self._adapted, self._base, self._laid, self._scale, faults)
+
     def close(self) -> None:
         if self._thread is not SHARED:
             self._thread.close()
@@ -262,12 +277,12 @@ class Inprocess:
         if isinstance(module, AdaptedLinear):
             module.load(a, b)
             return
-        base = self._base[layer]
-        merged = torch.addmm(base.to(a.dtype), b, a, alpha=self._scale)
+        weight = merged(self._base[layer], a, b, self._scale)
         if isinstance(module, PackedLinear):
-            module.pack(merged)
+            module.pack(weight)
         else:
-            module.weight.copy_(merged)  # type: ignore[union-attr]
+            module.weight.copy_(weight)  # type: ignore[union-attr]
+        self._laid[layer] = a.clone(), b.clone()
 
     @torch.inference_mode()
     def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[list[Answer]]:

@@ -18,11 +18,14 @@ from pydantic import Field
 
 from podium.engine._draft import Draft
 from podium.engine._room import check_room
+from podium.engine._vllm_evidence import held_adapter, held_full
 from podium.engine._vllm_steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
+from podium.model.evidence import Held
 from podium.model.handoff import publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
+from podium.model.trial import check_application
 from podium.records import Answer, FinishReason, Request, Sampling
 
 ENVIRONMENT = {
@@ -73,7 +76,7 @@ class VllmLocal:
         self.dtype = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
         self.max_context_tokens = min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens)
         self.tensor_parallel = tensor_parallel
-        self._policy, self._loads, self._asleep = policy, 0, False
+        self._policy, self._loads, self._asleep, self._is_tried = policy, 0, False, False
         self._folder = Path(tempfile.mkdtemp(prefix="podium-vllm-"))
         options = {
             "dtype": self.dtype,
@@ -118,8 +121,33 @@ class VllmLocal:
         found = [output async for _, output, _ in outputs]
         return aligned_logprobs(token_ids, found[0].prompt_logprobs)
 
+    async def held(self) -> Held | None:
+        """What its workers sample with; None for full weights that are cut among GPUs."""
+        await self.wake()
+        return await on_device_thread(self._held)
+
+    def _held(self) -> Held | None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._policy.named_weights()}
+        if self._policy.peft is not None:
+            layers = [name.removesuffix(".lora_A") for name in shapes if name.endswith(".lora_A")]
+            rank = self._policy.peft.peft_config["default"].r
+            return held_adapter(self._engine, self._steps.served.adapter, layers, rank)
+        return None if self.tensor_parallel > 1 else held_full(self._engine, shapes, self.policy_version or 0)
+
+    async def _try_adapters(self) -> None:
+        """Once, before the first adapter: vLLM applies adapters on every layer."""
+        if self._policy.peft is None or self._is_tried:
+            return
+        self._is_tried = True
+
+        async def load(adapter: dict[str, torch.Tensor]) -> None:
+            await on_device_thread(self._write_and_attach, adapter.items(), 0)
+
+        await check_application(self._policy, self.dtype, load, self.score, type(self).__name__)
+
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await self.wake()
+        await self._try_adapters()
         load = self._reload if self._policy.peft is None else self._write_and_attach
         await on_device_thread(load, weights, version)
         self.policy_version = version
@@ -132,6 +160,7 @@ class VllmLocal:
             await self.load_weights(weights.items(), version)
             return
         await self.wake()
+        await self._try_adapters()
         await on_device_thread(self._attach, folder, version, False)
         self.policy_version = version
 

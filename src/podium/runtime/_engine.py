@@ -21,7 +21,7 @@ from podium.runtime._around import Around
 from podium.settings import Settings
 from podium.stages import Engine
 from podium.sync._delivery import Delivery
-from podium.sync._probe import TOLERANCE
+from podium.sync._probe import Noise
 
 
 def cpu_team(settings: Settings) -> AbstractContextManager[None]:
@@ -74,8 +74,8 @@ def make_delivery(
     kind: type[Delivery] = Delivery,
 ) -> Delivery:
     """From trainer to engine, with the probe that proves each push."""
-    probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
-    return kind(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
+    probe, noise = probe_ids(settings, data), Noise(coarsest_precision(settings, engine))
+    return kind(trainer, engine, policy, probe, noise, folder.path, folder.run_id)
 
 
 class TrainsAlone(Around):
@@ -122,7 +122,7 @@ def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
     return (ids * 2)[: max(2, min(longest, len(ids)))]
 
 
-def parity_tolerance(settings: Settings, engine: Any) -> float:
-    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+def coarsest_precision(settings: Settings, engine: Any) -> str:
+    """In which one of the two sides computes: what rounding may do to logprobs follows from it."""
     precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
-    return max(TOLERANCE[precision] for precision in precisions)
+    return "bfloat16" if "bfloat16" in precisions else "float32"

@@ -12,6 +12,7 @@ share of the rollouts.
 import asyncio
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from podium.errors import EngineError, RankError
 from podium.model.device_thread import on_device_thread
+from podium.model.evidence import Held, is_among
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, Request, Sampling, UpdateResult
 from podium.runtime import _wire as wire
@@ -204,6 +206,16 @@ class RankedEngine:
                     raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
         return mine
 
+    async def held(self) -> Held:
+        """Rank 0's; a rank whose engine holds something else is named."""
+        with self._line.order("engine_held"):
+            async with self._replies() as replies:
+                mine: Held = await self._engine.held()  # type: ignore[attr-defined]
+            for rank, content in enumerate(replies, 1):
+                if not is_among(Held.from_json(json.loads(content)), [mine]):
+                    raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
+        return mine
+
     @contextlib.asynccontextmanager
     async def _replies(self) -> AsyncIterator[list[bytes]]:
         """Filled at the end of the block, however it ends: a reply left behind would stand before the next order."""
@@ -284,6 +296,9 @@ async def _obey_engine(name: str, content: bytes, line: Line, trainer: Trainer, 
     elif name == "engine_score":
         found = await engine.score(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
         line.reply(torch.tensor(found, dtype=torch.float64).numpy().tobytes())
+    elif name == "engine_held":
+        held = await engine.held()  # type: ignore[attr-defined]
+        line.reply(json.dumps(await on_device_thread(held.to_json)).encode())
     elif name == "load_weights":
         await engine.load_weights(trainer.weights(), int(content))
     else:

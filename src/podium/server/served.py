@@ -115,6 +115,15 @@ class Served:
                 "run": self.run,
             }
 
+    async def held(self) -> dict[str, Any]:
+        """What the engine's own tensors are, as checksums; None where it cannot show them."""
+        async with self.gate.answering():
+            self.check_alive()
+            show = getattr(self.engine, "held", None)
+            held = None if show is None else await show()
+            sealed = None if held is None else await on_device_thread(held.to_json)
+            return {"held": sealed, "policy_version": self.version, "run": self.run}
+
     async def reload(self, name: str, version: int, in_flight: bool, run: str | None) -> str:
         """The hash of the weights that are served from now on."""
         if self._waiting_reloads >= MAX_WAITING_RELOADS:

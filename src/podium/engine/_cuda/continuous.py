@@ -112,6 +112,10 @@ class Continuous:
         if self._step is not None:
             self._step.take_head()
 
+    def faults(self) -> list[str]:
+        """Where the captured steps read other weights than the model's, for people."""
+        return [] if self._step is None else self._step.faults(self._model)
+
     def _capacity_for(self, requests: Sequence[Request], sampling: Sampling) -> Capacity:
         rollouts = sum(len(request.seeds) for request in requests)
         return Capacity.fitting(

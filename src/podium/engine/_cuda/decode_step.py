@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from podium.engine._cuda.decode_attention import CACHES, NAME, DecodeRows
-from podium.engine._cuda.joined import join_products
+from podium.engine._cuda.joined import apart, join_products
 from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
@@ -164,6 +164,18 @@ class DecodeStep:
     def take_head(self) -> None:
         """The LM head's weights as they are now, in the step's precision."""
         self._head.copy_(head_weight(self._model))
+
+    @torch.no_grad()
+    def faults(self, model: PreTrainedModel) -> list[str]:
+        """Where this reads other weights than those of `model`: elsewhere in memory, or an old copy of the head."""
+        own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        read = [*self._model.named_parameters(), *self._model.named_buffers()]
+        strange = [name for name, t in read if name.rpartition(".")[2] not in CACHES and t.data_ptr() not in own]
+        strange += apart(model)
+        faults = [f"captured decode steps read {name} elsewhere than the engine's model has it" for name in strange]
+        if not torch.equal(self._head, head_weight(model).to(self._head.dtype)):
+            faults.append("captured decode steps sample with an old copy of the LM head")
+        return faults
 
     def run(self, size: int, sampling: Sampling) -> None:
         """One token more for the first `size` rows."""
