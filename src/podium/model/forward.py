@@ -4,6 +4,7 @@ In: a causal language model of transformers and a batch. Out: logprob and entrop
 elsewhere. Only the loss tokens go through the LM head.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,3 +123,21 @@ def softcap(model: PreTrainedModel) -> float | None:
 def text_config(config: Any) -> Any:
     """Of the language model, where the model is a wrapper for pictures or sound around one."""
     return config.get_text_config(decoder=True)
+
+
+def max_context_tokens(config: Any) -> int:
+    """Of the language model inside; no longer than one set of rotary frequencies reaches.
+
+    "longrope" and "dynamic" choose them by the longest position at hand, so beyond that length a document's tokens
+    would depend on what is packed with it, and a sampled token on how long the answer becomes.
+    """
+    inner = text_config(config)
+    longest = int(getattr(inner, "max_position_embeddings", None) or 4096)
+    given = getattr(inner, "rope_parameters", None) or {}
+    ropes = [given, *(rope for rope in given.values() if isinstance(rope, Mapping))]  # some have one a layer type
+    limits = [
+        int(rope.get("original_max_position_embeddings") or longest)
+        for rope in ropes
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min([longest, *limits])

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
-from podium.model.forward import head_weight, text_config
+from podium.model.forward import head_weight, max_context_tokens
 from podium.model.hub import hub_is_reachable
 from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
@@ -123,7 +123,7 @@ def load_reader(settings: Any) -> Reader:
     def load() -> Reader:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-        return Reader(tokenizer, _max_context_tokens(config))
+        return Reader(tokenizer, max_context_tokens(config))
 
     return _loading(settings.name, load)
 
@@ -150,8 +150,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
             f"model.exact_sums = 'mlp': {settings.name!r} has no plain layers called gate_proj and up_proj in float32; "
             "set it to 'residual'"
         )
-    max_context_tokens = _max_context_tokens(model.config)
-    small = check_model(model, settings.name, max_context_tokens)
+    small = check_model(model, settings.name)
     twin = twin_of(model)
     peft = None
     if is_adapter or settings.lora is not False:
@@ -163,7 +162,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         tokenizer=tokenizer,
         peft=peft,
         stop_ids=_stop_ids(model, tokenizer),
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=max_context_tokens(model.config),
         device=device,
         source=str(source),
         small=small,
@@ -303,24 +302,6 @@ def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-
-
-def _max_context_tokens(config: Any) -> int:
-    """Of the language model inside; no longer than one set of rotary frequencies reaches.
-
-    "longrope" and "dynamic" choose them by the longest position at hand, so beyond that length a document's tokens
-    would depend on what is packed with it, and a sampled token on how long the answer becomes.
-    """
-    inner = text_config(config)
-    longest = int(getattr(inner, "max_position_embeddings", None) or 4096)
-    given = getattr(inner, "rope_parameters", None) or {}
-    ropes = [given, *(rope for rope in given.values() if isinstance(rope, Mapping))]  # some have one a layer type
-    limits = [
-        int(rope.get("original_max_position_embeddings") or longest)
-        for rope in ropes
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min([longest, *limits])
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

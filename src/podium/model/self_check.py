@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from podium.errors import InputError
 from podium.model import attention
-from podium.model.forward import head_weight, sequence_logprobs
+from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs
 from podium.model.products import is_plain_linear
 from podium.model.small_copy import WINDOW, small_copy, windows_of
 
@@ -39,7 +39,7 @@ MOST_TOKENS = 1024
 ADVICE = "use another architecture, such as Llama, Qwen, Mistral, Gemma 3 or SmolLM"
 
 
-def check_model(model: PreTrainedModel, name: str, max_context_tokens: int | None = None) -> PreTrainedModel | None:
+def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     """Raises `InputError` unless packed logprobs are those of the model itself, its dropout switched off for good.
 
     Returns the small copy, for engines to try themselves on, or None where there is none.
@@ -58,7 +58,7 @@ def check_model(model: PreTrainedModel, name: str, max_context_tokens: int | Non
                 f"built to see that they are kept ({reason}); {ADVICE}"
             )
         lengths = (longest, *LENGTHS[1:])
-    context = max_context_tokens or max(*lengths, *SMALL_LENGTHS[0])
+    context = max_context_tokens(model.config)
     documents = texts(model, [min(length, context) for length in lengths])
     with _refusing(model, name):
         gap, allowed = _mean_gap(model, documents), tolerance(model, model.dtype)
