@@ -64,7 +64,11 @@ def test_what_is_held_is_counted(lora: Any, tmp_path: Path) -> None:
 )
 def test_what_is_kept_of_the_logits_is_counted(tokens, dtype, longest_prompt, kept, tmp_path: Path) -> None:
     settings = settings_of(
-        tmp_path, model={"dtype": dtype}, rollout={"max_new_tokens": 10}, pack={"max_tokens_per_batch": tokens}
+        tmp_path,
+        run={"prompts_per_step": 10_000},
+        model={"dtype": dtype},
+        rollout={"max_new_tokens": 10},
+        pack={"max_tokens_per_batch": tokens},
     )
     policy = policy_of(settings)
     assert policy.model.config.vocab_size == 100
