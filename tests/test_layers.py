@@ -1,4 +1,4 @@
-"""The shape of the project: who may import whom, how long a module and a function may be, what loads torch."""
+"""The shape of the project: which part may import which, and what loads torch."""
 
 import ast
 import subprocess
@@ -88,14 +88,6 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_nothing_but_the_command_line_imports_the_command_line() -> None:
     assert [path for path in MODULES if "cli" in imported_parts(path)] == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_have_at_most_400_lines_and_functions_60(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
 
 
 @pytest.mark.parametrize("name", ["loop.py", "loop_async.py"])
