@@ -124,9 +124,10 @@ def _settings_lines(settings: Settings) -> list[str]:
 def _settings_notes(settings: Settings) -> list[str]:
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+    notes = settings.cautions
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
-        return ["with one update per batch the ratio is 1 and the clip bounds cannot bind"]
-    return []
+        notes.append("with one update per batch the ratio is 1 and the clip bounds cannot bind")
+    return notes
 
 
 def _data_notes(settings: Settings, data: OrderedData) -> list[str]:

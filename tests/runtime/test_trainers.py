@@ -99,40 +99,34 @@ def assert_same_end(found: Path, expected: Path, tolerance: float = TOLERANCE) -
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Runs of one process that others start from, under LoRA and with full weights; they have moved far."""
-    folder = tmp_path_factory.mktemp("first")
-    made = {True: folder / "lora", False: folder / "full"}
-    alone(tables(made[True], {"name": "single", "lr": 1e-3}))
-    alone(tables(made[False], {"name": "single"}, model={"lora": False}))
-    assert all(told(run, "optim/skipped") == [0, 0] for run in made.values())
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that others start from; its adapter has moved."""
+    made = alone(tables(tmp_path_factory.mktemp("first") / "run", {"name": "single", "lr": 1e-3}))
+    assert told(made, "optim/skipped") == [0, 0]
     return made
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, first: dict[bool, Path]) -> dict[str, Path]:
+def expected(tmp_path_factory: pytest.TempPathFactory, first: Path) -> dict[str, Path]:
     """What one process makes of each case."""
     folder = tmp_path_factory.mktemp("expected")
     (folder / "losses.py").write_text(NAN_ONCE)
     return {name: alone(given) for name, given in cases(folder, {"name": "single"}, first, folder).items()}
 
 
-def cases(folder: Path, kind: dict[str, Any], first: dict[bool, Path], losses: Path) -> dict[str, dict[str, Any]]:
+def cases(folder: Path, kind: dict[str, Any], first: Path, losses: Path) -> dict[str, dict[str, Any]]:
     nan = {"loss": {"name": f"{losses / 'losses.py'}:nan_once"}, "run": {"steps": 4}}
     return {
         "not finite": tables(folder / "nan", kind, **nan),
         "not finite, full": tables(folder / "nan-full", kind, **nan, model={"lora": False}),
-        "adapter_from": tables(folder / "adapter", kind, checkpoint={"adapter_from": str(first[True] / "final")}),
-        "start_from": tables(folder / "start", kind, checkpoint={"start_from": str(first[True])}),
-        "start_from, full": tables(
-            folder / "start-full", kind, checkpoint={"start_from": str(first[False])}, model={"lora": False}
-        ),
+        "adapter_from": tables(folder / "adapter", kind, checkpoint={"adapter_from": str(first / "final")}),
+        "start_from": tables(folder / "start", kind, checkpoint={"start_from": str(first)}),
     }
 
 
-@pytest.mark.parametrize("case", ["not finite", "not finite, full", "adapter_from", "start_from", "start_from, full"])
+@pytest.mark.parametrize("case", ["not finite", "not finite, full", "adapter_from", "start_from"])
 def test_two_ranks_end_where_one_process_does(
-    pair: Pair, kind: dict[str, Any], case: str, first: dict[bool, Path], expected: dict[str, Path], tmp_path: Path
+    pair: Pair, kind: dict[str, Any], case: str, first: Path, expected: dict[str, Path], tmp_path: Path
 ) -> None:
     found = on_two(pair, cases(tmp_path, kind, first, expected["not finite"].parent)[case])
     skipped = [0, 1, 0, 0] if case.startswith("not finite") else [0, 0]
@@ -141,24 +135,20 @@ def test_two_ranks_end_where_one_process_does(
     assert_same_end(found, expected[case])
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_run_of_two_ranks_that_was_broken_off_ends_as_the_unbroken_one(
-    pair: Pair, kind: dict[str, Any], lora: bool, expected: dict[str, Path], tmp_path: Path
+    pair: Pair, kind: dict[str, Any], expected: dict[str, Path], tmp_path: Path
 ) -> None:
     """Broken off right after a step that was not finite."""
     losses = expected["not finite"].parent / "losses.py"
-    model = {} if lora else {"lora": False}
-    given = tables(tmp_path / "run", kind, loss={"name": f"{losses}:nan_once"}, model=model)
+    given = tables(tmp_path / "run", kind, loss={"name": f"{losses}:nan_once"})
     on_two(pair, given)
     found = on_two(pair, given | {"run": given["run"] | {"steps": 4}}, resume=True)
     assert told(found, "optim/skipped") == [0, 1, 0, 0]
-    assert_same_end(found, expected["not finite" if lora else "not finite, full"])
+    assert_same_end(found, expected["not finite"])
 
 
-def test_an_adapter_that_does_not_fit_is_refused_by_every_rank(
-    pair: Pair, first: dict[bool, Path], tmp_path: Path
-) -> None:
-    checkpoint = {"adapter_from": str(first[True] / "final")}
+def test_an_adapter_that_does_not_fit_is_refused_by_every_rank(pair: Pair, first: Path, tmp_path: Path) -> None:
+    checkpoint = {"adapter_from": str(first / "final")}
     lora = {"lora": {"targets": ["q_proj"]}}
     with pytest.raises(InputError, match=r"checkpoint\.adapter_from = .* missing or unknown"):
         on_two(pair, tables(tmp_path / "run", {"name": "fsdp"}, checkpoint=checkpoint, model=lora))
