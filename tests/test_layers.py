@@ -47,7 +47,7 @@ ALLOWED = {
     "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
     "checkpoint_files": {"errors"},
-    "resume_rules": {"errors", "lookup", "sections", "settings"},
+    "resume_rules": {"errors", "lookup", "sections", "settings", "trainer"},  # what a schedule makes of a length
     "report": {"errors", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},
 }

@@ -68,8 +68,8 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
     """`begin` gives the trainer the weights that a new run starts from."""
     command = settings.checkpoint.on_checkpoint
 
-    def accept(text: str) -> None:
-        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder)
+    def accept(text: str, step: int) -> None:
+        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder, step)
 
     def committed(place: Path, step: int) -> None:
         if command is not None:
@@ -78,13 +78,14 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
     return Hooks(begin, accept, committed, to_terminal)
 
 
-def _accept_settings(before: Settings, after: Settings, folder: RunFolder) -> None:
+def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step: int) -> None:
     """The settings of the checkpoint against today's, which also finds a settings.toml that was edited by hand.
 
     A change that was accepted once stays so until a checkpoint has it.
     """
     accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
-    check_changes(before, after, {*folder.allowed_changes, *accepted})
+    for warning in check_changes(before, after, {*folder.allowed_changes, *accepted}, step):
+        to_terminal(warning)
     if new := [key for key in changes(before, after) if key not in accepted]:
         folder.event("changed", keys=new)
 
