@@ -48,7 +48,7 @@ ALLOWED = {
     "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
     "checkpoint_files": {"errors", "files"},
-    "resume_rules": {"errors", "lookup", "sections", "settings"},
+    "resume_rules": {"errors", "lookup", "sections", "settings", "trainer"},  # what a schedule makes of a length
     "report": {"errors", "files", "ledger", "records", "run_folder", "stages"},
     "assets": {"data"},
 }

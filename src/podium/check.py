@@ -125,9 +125,9 @@ def _settings_lines(settings: Settings) -> list[str]:
 
 
 def _settings_notes(settings: Settings, device: str) -> list[str]:
-    notes = []
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
+    notes = settings.cautions
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
         notes.append("with one update per batch the ratio is 1 and the clip bounds cannot bind")
     if device == "cuda" and _is_all_float32(settings):

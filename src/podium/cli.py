@@ -57,18 +57,23 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     folder = RunFolder.open(options.run)
     before = Settings.from_dict(read_toml(folder.settings))
     settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
-    warnings = check_changes(before, settings, options.allow_change)
+    check_changes(before, settings, options.allow_change, options.step or _last_step(folder))
     for key in options.allow_change:
         if not any(f"{changed}.".startswith(f"{key}.") for changed in changes(before, settings)):
             raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
     if folder.state == "finished" and not overrides and options.step is None:
         print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
-    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
     from podium.run import resume as run
 
     allowed = {"step": options.step, "allow_change": options.allow_change}
     return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
+
+
+def _last_step(folder: Any) -> int | None:
+    from podium.checkpoint_files import list_checkpoints, step_of
+
+    return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -78,6 +78,9 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
+    if not is_rank():  # or each of them would say it
+        for caution in settings.cautions:
+            print(f"warning: {caution}", file=sys.stderr, flush=True)
     _launcher(settings)  # refuses what cannot be, before an engine is chosen by trying both
     settings, choice = choose_engine(settings)
     if choice:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from podium.errors import InputError
 from podium.lookup import find, option_fields, validate_options
-from podium.loss._traits import Traits, traits_of
+from podium.loss._traits import Traits, refuse_off_policy, traits_of
 from podium.temperature import Temperature
 
 
@@ -165,7 +165,7 @@ class LossSection(Choice):
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance to `model.reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "k4"] | None = None
-    """By default k3; kl and kl1 stand for k1, kl2 for k2, kl3 for k3."""
+    """By default k3; kl and kl1 stand for k1, kl2 for k2, kl3 for k3. The expected gradient of k1 is 0 on-policy."""
     kl_in: Literal["loss", "advantage"] | None = None
     """A term of the loss (default), or folded into the advantages."""
     correction: CorrectionSection | Literal[False] | None = None
@@ -179,11 +179,21 @@ class LossSection(Choice):
             return {**given, "kl_estimator": names[given["kl_estimator"]]}
         return given
 
-    def completed(self, has_reference: bool, several_updates: bool, max_new_tokens: int) -> "LossSection":
-        """Every key that has an effect filled in; one that would have none, or contradicts the loss, is refused."""
+    def completed(
+        self, has_reference: bool, several_updates: str | None, lag: str | None, max_new_tokens: int
+    ) -> "LossSection":
+        """Every key that has an effect filled in; one that would have none, or contradicts the loss, is refused.
+
+        `several_updates` and `lag` are the settings by which rollouts are trained that another policy wrote.
+        """
         traits = traits_of(find("loss", self.name))
-        if traits.single_update and several_updates:
-            raise InputError(f"loss.name = {self.name!r} has no ratio: it is right for one update per batch only")
+        is_corrected = not traits.corrects_itself and self.old == "auto" and self.correction is not False
+        refuse_off_policy(self.name, traits, self.options, several_updates, None if is_corrected else lag)
+        if lag and self.correction is False and self.old == "auto" and not traits.corrects_itself:
+            raise InputError(
+                f"loss.correction = false with {lag}: nothing corrects for a sampler that is behind the policy; remove "
+                "loss.correction, or set loss.old = 'rollout', whose ratio is against the sampler"
+            )
         changes: dict[str, Any] = {"average": self._average(traits)}
         if self.constant is not None and changes["average"] != "constant":
             raise InputError('loss.constant has no effect without loss.average = "constant"')

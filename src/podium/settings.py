@@ -152,9 +152,11 @@ class Settings(Section):
                 f"trainer.minibatches_per_step = {minibatches}: a step has {self.run.prompts_per_step} groups and "
                 "divides none; lower it or raise run.prompts_per_step"
             )
-        updates = trainer.get("epochs_per_batch", 1) * minibatches
         resolved["loss"] = resolved["loss"].completed(
-            self.model.reference is not None, updates > 1, rollout.get("max_new_tokens", 1)
+            self.model.reference is not None,
+            _several_updates(trainer),
+            _lag(self.run),
+            rollout.get("max_new_tokens", 1),
         )
         lists: dict[str, Any] = {
             stage: [item.resolved(stage, f"{stage}[{index}]") for index, item in enumerate(getattr(self, stage))]
@@ -180,6 +182,18 @@ class Settings(Section):
                 f"valid: auto, {', '.join(possible)}"
             )
         return self.sync
+
+    @property
+    def cautions(self) -> list[str]:
+        """What is allowed and seldom meant."""
+        found = []
+        if self.loss.kl_beta and self.loss.kl_estimator == "k1":
+            found.append(
+                "loss.kl_estimator = 'k1' keeps nothing near the reference: the expected gradient of this term is 0 "
+                "for rollouts of the policy itself, so it only adds noise; take 'k2' or 'k3', or loss.kl_in = "
+                "'advantage'"
+            )
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -208,6 +222,19 @@ def _refuse_idle_evaluation(given: Eval) -> None:
     for k in given.pass_at or ():
         if k > given.n:
             raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
+
+
+def _several_updates(trainer: Mapping[str, Any]) -> str | None:
+    """The setting by which a rollout is trained by a policy that was updated since the step began."""
+    keys = ("epochs_per_batch", "minibatches_per_step")
+    return next((f"trainer.{key} = {trainer[key]}" for key in keys if trainer.get(key, 1) > 1), None)
+
+
+def _lag(run: Run) -> str | None:
+    """The setting by which the sampler is behind the policy."""
+    if run.max_lag:
+        return f"run.max_lag = {run.max_lag}"
+    return f"run.sync_every = {run.sync_every}" if run.sync_every != 1 else None
 
 
 def _refuse_idle_sums(model: Model, precision: str | None) -> None:

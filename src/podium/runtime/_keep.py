@@ -28,6 +28,8 @@ from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
 from podium.settings import Settings
 
+OTHER_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
+"""Keys of an adapter_config.json that scale an adapter otherwise than by alpha / r."""
 COMMAND_S = 600.0
 """Seconds that `checkpoint.on_checkpoint` may take."""
 GUARDED = """
@@ -66,8 +68,8 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
     """`begin` gives the trainer the weights that a new run starts from."""
     command = settings.checkpoint.on_checkpoint
 
-    def accept(text: str) -> None:
-        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder)
+    def accept(text: str, step: int) -> None:
+        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder, step)
 
     def committed(place: Path, step: int) -> None:
         if command is not None:
@@ -76,13 +78,14 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
     return Hooks(begin, accept, committed, to_terminal)
 
 
-def _accept_settings(before: Settings, after: Settings, folder: RunFolder) -> None:
+def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step: int) -> None:
     """The settings of the checkpoint against today's, which also finds a settings.toml that was edited by hand.
 
     A change that was accepted once stays so until a checkpoint has it.
     """
     accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
-    check_changes(before, after, {*folder.allowed_changes, *accepted})
+    for warning in check_changes(before, after, {*folder.allowed_changes, *accepted}, step):
+        to_terminal(warning)
     if new := [key for key in changes(before, after) if key not in accepted]:
         folder.event("changed", keys=new)
 
@@ -97,8 +100,13 @@ def check_start(settings: Settings) -> None:
 
 
 def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
-    """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new."""
+    """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new.
+
+    Several ranks are compared, whatever they start from.
+    """
     given = settings.checkpoint
+    if hasattr(trainer, "check_same"):
+        trainer.check_same("after the model was loaded")
     if given.start_from is not None:
         _named(
             "checkpoint.start_from",
@@ -106,7 +114,11 @@ def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
             lambda place: trainer.load_weights(read_tensors(newest_checkpoint(place))),
         )
     if given.adapter_from is not None:
-        _named("checkpoint.adapter_from", given.adapter_from, lambda folder: _load_adapter(policy, folder))
+        _named(
+            "checkpoint.adapter_from",
+            given.adapter_from,
+            lambda folder: trainer.load_weights(_adapter_weights(policy, folder)),
+        )
 
 
 def _named(key: str, path: Path, read: Callable[[Path], Any]) -> Any:
@@ -123,19 +135,25 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-@torch.no_grad()
-def _load_adapter(policy: Policy, folder: Path) -> None:
-    """Only tensors are read; the adapter's shape and scale are those of the settings and must agree."""
+def _adapter_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter of a LoRA folder by the names of a checkpoint, as every rank's trainer takes it.
+
+    Only tensors are read; the adapter's shape and scale are those of the settings and must agree.
+    """
     given, mine = _adapter_config(folder), policy.peft.peft_config["default"]
     for key, name in (("r", "r"), ("lora_alpha", "alpha")):
         if given.get(key) != getattr(mine, key):
             raise InputError(f"it has {key} = {given.get(key)}; set model.lora.{name} to that")
-    own = dict(policy.named_weights())
+    for key in OTHER_SCALES:
+        if given.get(key):
+            raise InputError(f"it has {key} = {given[key]!r}, and this run scales every layer by alpha / r")
     found = load_file(folder / "adapter_model.safetensors")
     found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
-    check_weights(found, own, folder.name)
-    for name, tensor in own.items():
-        tensor.copy_(found[name])
+    own = dict(policy.named_trained())
+    # Names and numbers. The trainer knows the shapes: where weights are spread over ranks, a parameter here does not.
+    check_weights(found, {name: found.get(name, parameter) for name, parameter in own.items()}, folder.name)
+    names = {id(parameter): name for name, parameter in policy.trained_parameters().items()}
+    return {f"weights.{names[id(parameter)]}": found[name] for name, parameter in own.items()}
 
 
 def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import json
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from podium.errors import EngineError, RankError
+from podium.errors import EngineError, PodiumError, RankError
 from podium.model.device_thread import on_device_thread
 from podium.model.evidence import Held, is_among
+from podium.model.fingerprint import weights_digest
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, Request, Sampling, UpdateResult
 from podium.runtime import _wire as wire
@@ -47,6 +48,8 @@ class Line:
         self._board = dist.distributed_c10d._get_default_store()
         self._number = 0
         """Orders so far."""
+        self.loaded = b""
+        """A digest of the model as this rank loaded it."""
 
     @contextlib.contextmanager
     def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
@@ -63,6 +66,10 @@ class Line:
                 yield
         finally:
             self._lock.release()
+
+    def note_loaded(self, policy: Any) -> None:
+        """Before a trainer spreads the model over the ranks, which then have to agree on it."""
+        self.loaded = weights_digest((*policy.model.named_parameters(), *policy.model.named_buffers()))
 
     def hear(self) -> tuple[str, bytes]:
         name, content = self._receive(0).decode(), self._receive(0)
@@ -148,16 +155,45 @@ class RankedTrainer:
         return state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._line.order("load_state", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
-            self._trainer.load_state(tensors)
+        self._load("load_state", tensors, self._trainer.load_state)
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._line.order("start_from", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
-            self._trainer.load_weights(tensors)
+        self._load("start_from", tensors, self._trainer.load_weights)
+
+    def check_same(self, when: str) -> None:
+        """Raises `RankError` unless every rank holds rank 0's weights, frozen ones included."""
+        with self._line.order("digest"):
+            try:
+                mine = _held(self._trainer, self._line)
+            finally:
+                replies = self._line.replies()
+        for rank, theirs in enumerate(replies, 1):
+            if theirs != mine:
+                raise RankError(
+                    f"rank {rank} holds other weights than rank 0 {when}; every rank must read the same model: compare "
+                    "the folder or the cached revision of model.name on their machines"
+                )
+
+    def _load(self, order: str, tensors: Mapping[str, torch.Tensor], load: Callable[[Any], None]) -> None:
+        """On every rank. One that cannot says why, and the ranks are compared afterwards."""
+        with self._line.order(order, [wire.tensors_to_bytes(tensors)] * self._line.ranks):
+            try:
+                load(tensors)
+            finally:
+                replies = self._line.replies()
+        for rank, complaint in enumerate(replies, 1):
+            if complaint:
+                raise RankError(f"rank {rank} cannot load the weights: {complaint.decode()}")
+        self.check_same("after weights were loaded")
 
     def save_model(self, folder: str) -> None:
         with self._line.order("weights"):
             self._trainer.save_model(folder)
+
+
+def _held(trainer: Trainer, line: Line) -> bytes:
+    """What this rank holds: what it loaded, and its trained weights as they are now, gathered where they are spread."""
+    return line.loaded + weights_digest(trainer.weights())
 
 
 def _of_rank(rank: int) -> str:
@@ -243,11 +279,13 @@ class RankedEngine:
 def follow(line: Line, trainer: Any, engine: Engine | None) -> None:
     """What every rank but 0 does until it is told to end."""
     while True:
-        name, content = line.hear()
+        with _lost_ranks_named():
+            name, content = line.hear()
         if name == "end":
             return
         try:
-            asyncio.run(_obey(name, content, line, trainer, engine))
+            with _lost_ranks_named():
+                asyncio.run(_obey(name, content, line, trainer, engine))
         except RankError:
             continue  # another rank's trouble: rank 0 knows and will say how it goes on
 
@@ -265,13 +303,28 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
             trainer.state()
         finally:
             line.reply(wire.tensors_to_bytes(random_state()))
-    elif name == "load_state":
-        _load_state(wire.tensors_from_bytes(content), line.rank, trainer)
-    elif name == "start_from":
-        trainer.load_weights(wire.tensors_from_bytes(content))
+    elif name in ("load_state", "start_from"):
+        _load(name, wire.tensors_from_bytes(content), line, trainer)
+    elif name == "digest":
+        line.reply(_held(trainer, line))
     else:
         assert engine is not None
         await _obey_engine(name, content, line, trainer, engine)
+
+
+def _load(name: str, tensors: Mapping[str, torch.Tensor], line: Line, trainer: Trainer) -> None:
+    """Replies with what is wrong with them, or with nothing."""
+    complaint = "its process failed"
+    try:
+        if name == "start_from":
+            trainer.load_weights(tensors)
+        else:
+            _load_state(tensors, line.rank, trainer)
+        complaint = ""
+    except PodiumError as error:
+        complaint = str(error)
+    finally:
+        line.reply(complaint.encode())
 
 
 def _load_state(tensors: Mapping[str, torch.Tensor], rank: int, trainer: Trainer) -> None:

@@ -133,8 +133,10 @@ class TrainerActor(Tenant):
         assert self._policy is not None
         memory = memory_plan(self._settings, self._policy, longest_prompt)
         plan = replace(self._settings.plan, steps=steps)
-        trainer = make_trainer(self._settings, self._policy, plan, memory)
         line = join() if self._ranks > 1 else None  # all ranks take their place at the same time
+        if line is not None:
+            line.note_loaded(self._policy)
+        trainer = make_trainer(self._settings, self._policy, plan, memory)
         self._trainer = trainer if line is None or self._rank else RankedTrainer(trainer, line)
         return memory
 
