@@ -20,7 +20,7 @@ from podium.errors import InputError
 from podium.model import attention
 from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs
 from podium.model.products import is_plain_linear
-from podium.model.small_copy import WINDOW, small_copy, windows_of
+from podium.model.small_copy import WINDOW, small_copy, switch_dropout_off, windows_of
 
 LENGTHS = (24, 2, 7)
 """Tokens of the documents that go through the model itself."""
@@ -44,9 +44,7 @@ def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
 
     Returns the small copy, for engines to try themselves on, or None where there is none.
     """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
+    switch_dropout_off(model)
     small, reason = small_copy(model)
     lengths, windows = LENGTHS, windows_of(model.config)
     if small is None and windows:
