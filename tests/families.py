@@ -228,7 +228,7 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-def verdict(name: str, folder: Path, *, lora: bool = False, dtype: str = "float32") -> tuple[str, str]:
+def verdict(name: str, folder: Path, *, lora: Any = False, dtype: str = "float32") -> tuple[str, str]:
     """(right, refused, wrong, crash or unbuilt; the sentence or the gaps)."""
     try:
         saved(name, folder / "model")
@@ -244,12 +244,12 @@ def verdict(name: str, folder: Path, *, lora: bool = False, dtype: str = "float3
     return ("right" if max(trainer, engine) <= TOLERANCE else "wrong"), f"trainer {trainer:.2g}, engine {engine:.2g}"
 
 
-def tables_of(folder: Path, lora: bool, dtype: str) -> dict[str, Any]:
+def tables_of(folder: Path, lora: Any, dtype: str) -> dict[str, Any]:
     """Settings of a run with the model in `folder`."""
     model = {"name": str(folder / "model"), "device": "cpu", "dtype": dtype}
     return {
         "run": {"folder": str(folder / "run"), "steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2},
-        "model": {**model, "lora": {"r": 2} if lora else False},
+        "model": {**model, "lora": {} if lora is True else lora},
         "data": [{"name": "arithmetic"}],
         "reward": [{"name": "arithmetic"}],
         "rollout": {"max_new_tokens": 4},

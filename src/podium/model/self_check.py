@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from podium.errors import InputError
 from podium.model import attention
 from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs
-from podium.model.products import is_plain_linear
-from podium.model.small_copy import WINDOW, small_copy, windows_of
+from podium.model.small_copy import WINDOW, small_copy, switch_dropout_off, windows_of
 
 LENGTHS = (24, 2, 7)
 """Tokens of the documents that go through the model itself."""
@@ -44,9 +43,7 @@ def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
 
     Returns the small copy, for engines to try themselves on, or None where there is none.
     """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # sampler and trainer must agree; the adapter may still have its own
+    switch_dropout_off(model)
     small, reason = small_copy(model)
     lengths, windows = LENGTHS, windows_of(model.config)
     if small is None and windows:
@@ -89,14 +86,17 @@ def tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
 
 @contextmanager
 def moved_products(model: PreTrainedModel, share: float) -> Iterator[None]:
-    """Inside, what each linear layer gives is a little larger or smaller, number by number."""
+    """Inside, what each layer that multiplies with a matrix gives is a little larger or smaller, number by number."""
     generator = torch.Generator().manual_seed(0)
 
-    def move(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def move(module: Any, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
         signs = torch.randint(0, 2, output.shape, generator=generator).to(output) * 2 - 1
         return output * (1 + share * signs)
 
-    hooks = [module.register_forward_hook(move) for module in model.modules() if is_plain_linear(module)]
+    layers = [module for module in model.modules() if getattr(getattr(module, "weight", None), "ndim", 0) == 2]
+    hooks = [layer.register_forward_hook(move) for layer in layers if not isinstance(layer, torch.nn.Embedding)]
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from podium.model.forward import text_config
 WINDOW = 8
 VOCABULARY = 64
 KEY_HEADS = 2
+QUERIES_PER_KEY = 3
 WIDTHS = {
     "intermediate_size": 64,
     "ffn_dim": 64,
@@ -57,6 +58,7 @@ def small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel | None, str]:
                 config = _small_config(model.config, is_narrow, has_few_experts)
                 made = type(model)._from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
                 _draw_weights(made)
+                switch_dropout_off(made)
                 made.set_attn_implementation("eager")
                 with torch.no_grad():
                     made.eval()(input_ids=torch.arange(3, 3 + 2 * WINDOW)[None], use_cache=False)
@@ -103,15 +105,16 @@ def _is_list_of(value: Any, count: int) -> bool:
 
 
 def _take_few_heads(config: Any) -> None:
-    """As many queries share a key as before, and heads are as wide as before."""
+    """Several queries share a key if they did before, and heads are as wide as before."""
     heads = config.num_attention_heads
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     head_dim = _plain(config, "head_dim") or config.hidden_size // heads
     few = min(of_keys, KEY_HEADS)
-    _set(config, {"num_key_value_heads": few, "num_attention_heads": few * heads // of_keys})
+    few_heads = few * min(heads // of_keys, QUERIES_PER_KEY)
+    _set(config, {"num_key_value_heads": few, "num_attention_heads": few_heads})
     if _plain(config, "num_global_key_value_heads"):
         _set(config, {"num_global_key_value_heads": few})
-    _set(config, {"hidden_size": few * heads // of_keys * head_dim})
+    _set(config, {"hidden_size": few_heads * head_dim})
 
 
 def _take_few_experts(config: Any) -> None:
@@ -146,6 +149,13 @@ def _set(config: Any, values: Mapping[str, Any]) -> None:
             setattr(config, name, value)
 
 
+def switch_dropout_off(model: PreTrainedModel) -> None:
+    """For good: sampler and trainer must agree. An adapter that is added later may still have its own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
 @torch.no_grad()
 def _draw_weights(model: PreTrainedModel) -> None:
     """Products keep the size of what they are given; biases, norms and the like move from where they start."""
@@ -154,8 +164,5 @@ def _draw_weights(model: PreTrainedModel) -> None:
             parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(0.3 * torch.randn_like(parameter))
-    embeddings: Any = model.get_input_embeddings()
-    embeddings.weight.normal_(0.0, 1.0)
     head: Any = model.get_output_embeddings()
-    if head.weight is not embeddings.weight:
-        head.weight.normal_(0.0, 3.0 * head.weight.shape[1] ** -0.5)
+    head.weight.normal_(0.0, 3.0 * head.weight.shape[1] ** -0.5)
