@@ -170,6 +170,70 @@ HONEST = {
         ADD + "def twice(f, x): return f(f(x))",
         ["assert twice(lambda x: add(x, 1), 3) == 5"],
     ),
+    "a decimal": (
+        "from decimal import Decimal\ndef f(x): return Decimal(x) / 3",
+        [
+            "from decimal import Decimal\nassert f('1.5') == Decimal('0.5')",
+            "assert f('1.5') == 0.5",
+            "import decimal\nassert f(decimal.Decimal(6)) == 2 and type(f(6)) is decimal.Decimal",
+        ],
+    ),
+    "a fraction": (
+        "from fractions import Fraction\ndef f(x): return [Fraction(x, 3)]",
+        [
+            "from fractions import Fraction\nassert f(2) == [Fraction(2, 3)]",
+            "assert f(6) == [2]",
+            "assert abs(f(1)[0] - 1 / 3) < 1e-9",
+        ],
+    ),
+    "dates and times": (
+        "from datetime import *\ndef f(d, n): return d + timedelta(days=n)\ndef g(): return time(9, 30)\n"
+        "def h(): return datetime(2024, 1, 2, 3, 4, 5, 6, timezone(timedelta(hours=2)))",
+        [
+            "import datetime\nassert f(datetime.date(2024, 2, 28), 2) == datetime.date(2024, 3, 1)",
+            "from datetime import *\nassert f(datetime(2024, 1, 31, 5), 1) == datetime(2024, 2, 1, 5)",
+            "import datetime\nassert g() == datetime.time(9, 30)",
+            "from datetime import *\nassert h() == datetime(2024, 1, 2, 1, 4, 5, 6, UTC) and h().hour == 3",
+            "from datetime import *\nassert f(date(2024, 1, 2), 1) - date(2024, 1, 1) == timedelta(2)",
+        ],
+    ),
+    "a range and a deque": (
+        "from collections import deque\ndef f(n): return range(n)\ndef g(n): return deque(range(n), 2)",
+        ["assert f(3) == range(3) and list(f(2)) == [0, 1]", "assert g(5) == deque([3, 4]) and g(5).maxlen == 2"],
+    ),
+    "what an object holds": (
+        "class Box:\n"
+        "  def __init__(self, *items): self.items = list(items)\n"
+        "  def __contains__(self, x): return x in self.items\n"
+        "  def __delitem__(self, i): del self.items[i]\n"
+        "  def __getitem__(self, i): return self.items[i]\n"
+        "class Small:\n  def __contains__(self, x): return x < 10\n",
+        [
+            "assert 3 in Box(3, 4) and 5 not in Box(3, 4)",
+            "b = Box('a', 'b', 'c')\ndel b[0]\nassert 'a' not in b",
+            "assert Box(1, 2, 3)[1:] == [2, 3]",
+            "assert 5 in Small() and 15 not in Small()",
+            "x = Box(1)\nassert x in Box(x)",
+        ],
+    ),
+    "the object of a with": (
+        "class Log:\n"
+        "  def __init__(self): self.seen = []\n"
+        "  def __enter__(self): self.seen.append('in'); return self\n"
+        "  def __exit__(self, kind, error, trace): self.seen.append(kind and kind.__name__)\n"
+        "from contextlib import contextmanager\n"
+        "@contextmanager\ndef opened(x):\n  yield x + 1\n",
+        [
+            "log = Log()\nwith log as it:\n    assert it.seen == ['in']\nassert log.seen == ['in', None]",
+            "with opened(2) as value:\n    assert value == 3",
+            "log = Log()\ntry:\n    with log:\n        raise KeyError('x')\nexcept KeyError:\n    pass\n"
+            "assert log.seen == ['in', 'KeyError']",
+        ],
+    ),
+    "an iterator by hand": (
+        "def f(n):\n  yield from range(n)",
+        ["it = f(2)\nassert next(it) == 0 and next(it) == 1 and list(it) == []"],
+    ),
     "a constant": ("ANSWER = 42", ["assert ANSWER == 42"]),
     "a main part": (ADD + "if __name__ == '__main__':\n  input()\n  raise SystemExit(1)", TESTS),
     "output on the way": ("def add(a, b):\n  print('adding' * 10000)\n  return a + b", TESTS),
@@ -179,6 +243,29 @@ HONEST = {
         TESTS,
     ),
 }
+
+
+LIMITS = {
+    "arithmetic on an object": ("class A:\n  def __add__(self, x): return 3", "assert A() + 1 == 3"),
+    "order of objects": ("class A:\n  def __lt__(self, x): return True", "assert A() < A()"),
+    "isinstance": ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A)"),
+    "an enumeration as a number": ("import enum\nclass E(enum.IntEnum):\n  A = 1", "assert E.A == 1"),
+    "an error that is swallowed": (
+        "import contextlib\ndef f(): return contextlib.suppress(KeyError)",
+        "with f():\n    raise KeyError",
+    ),
+    "the end of an iterator": ("def f(): yield 1", "it = f()\nnext(it)\nassert next(it, 0) == 0"),
+    "a coroutine": ("async def f(): return 1", "import asyncio\nassert asyncio.run(f()) == 1"),
+    "a built-in name": ("def sum(x): return 7", "assert sum([1]) == 7"),
+    "the value of an enumeration": ("import enum\nclass E(enum.IntEnum):\n  A = 1", "assert E.A.value == 1"),
+}
+"""What docs/how_to/score_programs.md says that tests cannot do; the last one is its way out."""
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_limits_are_those_that_the_documentation_names(name: str) -> None:
+    program, test = LIMITS[name]
+    assert score(program, [test]) == float(name == "the value of an enumeration")
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -221,6 +308,39 @@ CHEATS: dict[str, tuple[str, list[str]]] = {
     "an object close to all": (EQUAL_TO_ALL, ["assert abs(add(1, 2) - 3) < 1e-6", "assert math.isclose(add(1, 2), 3)"]),
     "an object less than all": (EQUAL_TO_ALL, ["assert add(1, 2) < 4", "assert 2 <= add(1, 2) <= 4"]),
     "an object that holds all": (EQUAL_TO_ALL, ["assert 3 in add(1, 2)"]),
+    "a decimal equal to all": (
+        "from decimal import Decimal\nclass D(Decimal):\n  def __eq__(s, o): return True\ndef add(a, b): return D(0)",
+        TESTS,
+    ),
+    "its own decimal": (
+        "import decimal\nclass D:\n  def __eq__(s, o): return True\n"
+        "D.__module__, D.__name__, D.__qualname__ = 'decimal', 'Decimal', 'Decimal'\ndecimal.Decimal = D\n"
+        "def add(a, b): return D()",
+        [*TESTS, "import decimal\nassert add(1, 2) == decimal.Decimal(3)"],
+    ),
+    "its own date": (
+        "import datetime\nclass date:\n  year = month = day = property(lambda self: 0)\n"
+        "date.__module__ = 'datetime'\ndatetime.date = date\ndef f(): return date()",
+        ["import datetime\nassert f() == datetime.date(2024, 1, 1)"],
+    ),
+    "swallows the errors of a with": (
+        "class Swallows:\n  def __enter__(self): return 0\n  def __exit__(self, *error): return True\n"
+        "def f(): return Swallows()\ndef g(x): raise ValueError",
+        ["with f() as x:\n    assert x == 3", "with f() as x:\n    assert g(x) == 3"],
+    ),
+    "ends the iterator of a test": (
+        "def f():\n  yield 1",
+        [
+            "it = f()\nassert all(map(lambda x: next(it) == x, [1, 2]))",
+            "it = f()\nassert [next(it) for _ in range(2)] and False",
+        ],
+    ),
+    "an object that holds every number": (
+        "class N:\n  def __contains__(self, x): return isinstance(x, (int, float)) or x > 0\n"
+        "class M:\n  def __contains__(self, x): return True\n  def __iter__(self): return iter([3])\n"
+        "def f(): return M()",
+        ["assert 3 in f()", "assert 'a' in M()", "assert None in M()"],
+    ),
     "an integer equal to all": ("class I(int):\n  def __eq__(s, o): return True\ndef add(a, b): return I(0)", TESTS),
     "a text equal to all": ("class S(str):\n  def __eq__(s, o): return True\ndef add(a, b): return S()", TESTS),
     "a list equal to all": (

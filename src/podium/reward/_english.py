@@ -1,80 +1,51 @@
-"""Sentences, words in capitals and the language of a text, for `ifeval`.
-
-IFEval counts sentences and words with nltk. Its Punkt model is a download, and a run that scores differently where a
-file is missing is wrong in silence; so the same decisions are taken here by rule (docs/decisions.md says how near).
-"""
+"""Sentences, words in capitals and the language of a text, for `ifeval`, as nltk and langdetect tell them."""
 
 import re
+from functools import lru_cache
 from importlib.util import find_spec
 
 from podium.errors import InputError
+from podium.reward._punkt import sentences
 
-ABBREVIATIONS = frozenset(
-    "dr mr mrs ms prof st jr sr inc co corp ltd bros vs gen sen rep lt col maj adm messrs ave ft mg yr "  # noqa: SIM905
-    "jan feb aug sep sept oct nov dec tues wed fri "
-    "ala ariz calif colo conn fla ga ill ky mich minn nev okla ore pa tenn va wash wis ph.d".split()
+APART = re.compile(r"[«“‘„`;@#$%&?!\u2012-\u2015]|\.{2,}|[:,](?!\d)")
+APART_LATER = re.compile(r"[\"»”’*\[\](){}<>]|''|--")
+"""Signs that stand for themselves, before and after single quotes are looked at; every dash but the hyphen is one."""
+FINAL_STOP = re.compile(r"(?<=[^.])\.(?=[\])}>\"'»”’ ]*$)")
+QUOTED = re.compile(r"(?i)(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)")
+SUFFIXES = (re.compile(r"(?<=[^' ])(?='[sSmMdD]? )"), re.compile(r"(?<=[^' ])(?=(?:'(?:ll|LL|re|RE|ve|VE)|n't|N'T) )"))
+"""Where IT'S and DON'T are cut; one after the other."""
+TWO_WORDS = re.compile(
+    r"(?i)\b(?:can(?=not\b)|d(?='ye\b)|gim(?=me\b)|gon(?=na\b)|got(?=ta\b)|lem(?=me\b)|more(?='n\b)|wan(?=na\s))"
+    r"(not|'ye|me|na|ta|'n)"
 )
-"""Words whose full stop does not end a sentence, unless a sentence visibly begins after it."""
-
-NOT_ABBREVIATIONS = ("e.g", "i.e")
-"""Letters with full stops are abbreviations too (U.S., p.m.), but Punkt ends a sentence after these."""
-
-STARTERS = frozenset(
-    "the this these it he they i there in if when while since although though under some many most both but however "  # noqa: SIM905
-    "so thus yet even".split()
-)
-"""Words that, with a capital, begin a sentence even after an abbreviation."""
-
-SENTENCE_END = re.compile(r"[.?!](?=(?P<closing>[\"')\]}]*)(?:$|[)\"';}\]*:@({\[!?]))")
-LONGEST_WORD = 20
-"""No abbreviation is longer; a longer token is not read to its beginning."""
+"""Written as one, counted as two."""
+SHORT = 100
+"""Characters of a sentence whose count is kept: some texts say the same thing again and again."""
 
 
 def count_sentences(text: str) -> int:
-    """How many sentences the text has; at least 1 if it has anything but white space."""
-    tokens = text.split()
-    return bool(tokens) + sum(map(_breaks, tokens, [*tokens[1:], ""]))
-
-
-def _breaks(token: str, following: str) -> int:
-    """Sentences that begin within the token or with the one that follows it; `following` is empty at the end."""
-    count = 0
-    for match in SENTENCE_END.finditer(token):
-        stop, after = match.start(), match.end("closing")
-        before, rest = token[max(0, stop - LONGEST_WORD) : stop], token[after : after + LONGEST_WORD] or following
-        count += bool(rest) and (match[0] != "." or _stop_ends(before, rest))
-    return count
-
-
-def _stop_ends(before: str, rest: str) -> bool:
-    """Whether a full stop ends a sentence, by the characters before it and the word after it."""
-    word, next_word = before.lstrip("\"'([{*“‘`_<").lower(), rest.lstrip("\"'([{*“‘`_<")
-    begins = next_word[:1].isupper()
-    if word.endswith("."):  # an ellipsis
-        return begins
-    if word in ABBREVIATIONS or (re.fullmatch(r"[a-z](?:\.[a-z])*", word) and word not in NOT_ABBREVIATIONS):
-        return begins and next_word.rstrip(",;:").lower() in STARTERS
-    if re.fullmatch(r"[0-9.,:/-]+", word):
-        return not next_word[:1].islower()
-    return True
-
-
-SEPARATORS = re.compile(r"[\"“”‘’«»„\[\](){}<>;@#$%&?!–*`]|\.{2,}|--|[:,](?![0-9])")
-SUFFIX = re.compile(r"(.+?)('[smdSMD]|'ll|'LL|'re|'RE|'ve|'VE|n't|N'T)")
-TWO_WORDS = {"cannot": 3, "d'ye": 1, "gimme": 3, "gonna": 3, "gotta": 3, "lemme": 3, "wanna": 3}
-"""Written as one, counted as two; the length of the first."""
+    """How many sentences the text has."""
+    return sum(1 for _ in sentences(text))
 
 
 def count_capital_words(text: str) -> int:
     """Words without a small letter, by the Penn Treebank's division: DON'T is DO and N'T, CANNOT is CAN and NOT."""
-    return sum(_capitals(piece) for token in text.split() for piece in SEPARATORS.split(token))
+    count = _count_capitals
+    return sum(count(each) if len(each) <= SHORT else count.__wrapped__(each) for each in sentences(text))
 
 
-def _capitals(piece: str) -> int:
-    piece = piece.rstrip(".")
-    suffix, first = SUFFIX.fullmatch(piece), TWO_WORDS.get(piece.lower())
-    parts = [suffix[1], suffix[2]] if suffix else [piece[:first], piece[first:] if first else ""]
-    return sum(part.isupper() for part in parts)
+@lru_cache(maxsize=4096)
+def _count_capitals(sentence: str) -> int:
+    if sentence == sentence.lower():
+        return 0
+    words = FINAL_STOP.sub(" ", QUOTED.sub("' ", sentence.rstrip()))
+    words = APART.sub(r" \g<0> ", words)
+    words = APART_LATER.sub(r" \g<0> ", re.sub(r"(?<=[^'])(?=' )", " ", words))
+    words = f" {' '.join(words.split())} "
+    for suffix in SUFFIXES:
+        words = suffix.sub(" ", words)
+    words = TWO_WORDS.sub(lambda both: f" {both[0].removesuffix(both[1])} {both[1]} ", words)
+    return sum(map(str.isupper, words.split()))
 
 
 LANGUAGES = frozenset(

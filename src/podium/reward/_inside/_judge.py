@@ -3,7 +3,8 @@
 A test is ordinary Python. The names of the program that it uses are stand-ins here: calling one sends the arguments
 over and brings the value back, as plain data or as a stand-in again. So every comparison happens in this process, which
 the program cannot reach, and the program never sees what is expected of it. A stand-in equals nothing but what the
-program says of another of its own things; arithmetic and order it does not have.
+program says of another of its own things; arithmetic and order it does not have. What it says to hold counts unless it
+says so of everything, and as the object of a `with` it cannot swallow the test's errors.
 """
 
 from __future__ import annotations
@@ -129,6 +130,36 @@ class Thing:
     def __setitem__(self, key: Any, value: Any) -> None:
         self._link.ask("set item", self, key, value)
 
+    def __delitem__(self, key: Any) -> None:
+        self._link.ask("delete item", self, key)
+
+    def __contains__(self, value: Any) -> bool:
+        if self._link.ask("can tell", self) is not True:
+            return any(value is each or value == each for each in self)
+        asked = [value, *decoys()]
+        asked.sort(key=lambda _: os.urandom(8))  # which of them the test asks for is not to be known
+        told = [self._says_to_hold(each) for each in asked]
+        return not all(told) and told[next(place for place, each in enumerate(asked) if each is value)]
+
+    def _says_to_hold(self, value: Any) -> bool:
+        try:
+            return self._link.ask("contains", self, value) is True
+        except Exception:  # it may be that only values of one kind can be looked for
+            return False
+
+    def __enter__(self) -> Any:
+        return self._link.ask("enter", self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._link.ask("exit", self, kind and kind.__name__, str(error))
+
+    def __next__(self) -> Any:
+        """The end is an error here: `StopIteration` would end a loop of the test's own."""
+        try:
+            return self._link.ask("next", self)
+        except StopIteration:
+            raise ProgramError("StopIteration") from None
+
     def __iter__(self) -> Iterator[Any]:
         iterator = self._link.ask("iterate", self)
         while True:
@@ -153,6 +184,12 @@ class Thing:
 
     def __repr__(self) -> str:
         return self._link.ask("representation", self)
+
+
+def decoys() -> list[Any]:
+    """Values that nobody has put into anything: one that says to hold them all says so of everything."""
+    number = int.from_bytes(os.urandom(7), "little")
+    return [number, -number - 1, number + 0.5, f"{number:x}"]
 
 
 def judge(tests: list[Any], program: int, questions: int, answers: int, limit_s: float, verdicts: int) -> None:

@@ -1,12 +1,14 @@
 """Values that cross between processes: plain data whole and exact, everything else by a number.
 
 A value is a letter, a length and its content, or, for a container, how many values follow. Reading one makes numbers,
-texts and containers and nothing else, whoever wrote it: this is what lets the judge read from the program.
+texts, containers and the values of the standard library in `PARTS`, and nothing else, whoever wrote it: this is what
+lets the judge read from the program.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,6 +25,20 @@ BY_NAME = {name: thing for thing, name in SHARED_NAMES.items()}
 BUILTIN = type(len)
 CONSTANTS = {b"none": None, b"true": True, b"false": False}
 NAMES = {value: name for name, value in CONSTANTS.items()}
+CLOCK = ("hour", "minute", "second", "microsecond", "tzinfo")
+PARTS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
+    ("builtins", "range"): lambda value: (value.start, value.stop, value.step),
+    ("builtins", "slice"): lambda value: (value.start, value.stop, value.step),
+    ("collections", "deque"): lambda value: (list(value), value.maxlen),
+    ("decimal", "Decimal"): lambda value: (str(value),),
+    ("fractions", "Fraction"): lambda value: (value.numerator, value.denominator),
+    ("datetime", "date"): lambda value: (value.year, value.month, value.day),
+    ("datetime", "time"): lambda value: tuple(getattr(value, name) for name in CLOCK),
+    ("datetime", "datetime"): lambda value: tuple(getattr(value, name) for name in ("year", "month", "day", *CLOCK)),
+    ("datetime", "timedelta"): lambda value: (value.days, value.seconds, value.microseconds),
+    ("datetime", "timezone"): lambda value: (value.utcoffset(None), value.tzname(None)),
+}
+"""Values of the standard library: where the class is, and what its constructor makes an equal value of."""
 
 
 def encode(value: Any, refer: Callable[[Any], int]) -> bytes:
@@ -49,13 +65,44 @@ def _write(value: Any, out: Callable[[bytes], None], refer: Callable[[Any], int]
         letter, text = ATOMS[kind]
         content = text(value)
         out(_head(letter, len(content)) + content)
-    elif kind in (type, BUILTIN) and value in SHARED_NAMES:
+    else:
+        _write_other(value, out, refer)
+
+
+def _write_other(value: Any, out: Callable[[bytes], None], refer: Callable[[Any], int]) -> None:
+    kind = type(value)
+    if kind in (type, BUILTIN) and value in SHARED_NAMES:
         out(_head(b"n", len(SHARED_NAMES[value])) + SHARED_NAMES[value])
+    elif (parts := _parts(value)) is not None:
+        out(_head(b"v", 2 + len(parts)))
+        for part in (kind.__module__, kind.__name__, *parts):
+            _write(part, out, refer)
     elif isinstance(value, (list, tuple, set)):  # a class of its own, such as a named tuple
         _write(next(base for base in (list, tuple, set) if isinstance(value, base))(value), out, refer)
     else:
         number = b"%d" % refer(value)
         out(_head(b"o", len(number)) + number)
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """What a value of the standard library is made of; None for any other, and for one with parts of other classes."""
+    kind = type(value)
+    place = (kind.__module__, kind.__name__)
+    if place not in PARTS or getattr(sys.modules.get(place[0]), place[1], None) is not kind:
+        return None
+    parts = PARTS[place](value)
+    return parts if all(map(_is_part, parts)) else None
+
+
+def _is_part(part: Any) -> bool:
+    return part is None or type(part) in (int, str, list) or type(part).__module__ == "datetime"
+
+
+def _made(place: tuple[Any, Any], parts: list[Any]) -> Any:
+    """The opposite of `_parts`. No part may be a reference: the constructor would ask it things."""
+    if place not in PARTS or not all(map(_is_part, parts)):
+        raise ValueError("no such value")
+    return getattr(__import__(place[0]), place[1])(*parts)
 
 
 ATOMS: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
@@ -92,11 +139,13 @@ def decode(data: bytes, dereference: Callable[[int], Any]) -> Any:
 def _read(data: bytes, at: int, dereference: Callable[[int], Any]) -> tuple[Any, int]:
     letter, size = data[at : at + 1], int.from_bytes(data[at + 1 : at + 5], "little")
     at += 5
-    if letter in CONTAINERS or letter == b"d":
+    if letter in CONTAINERS or letter in (b"d", b"v"):
         items = []
         for _ in range(size):
             item, at = _read(data, at, dereference)
             items.append(item)
+        if letter == b"v":
+            return _made((items[0], items[1]), items[2:]), at
         return dict(zip(items[::2], items[1::2])) if letter == b"d" else CONTAINERS[letter](items), at  # noqa: B905
     content = data[at : at + size]
     if len(content) != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 
@@ -80,6 +81,11 @@ class Program:
             "set attribute": setattr,
             "item": lambda thing, key: thing[key],
             "set item": lambda thing, key, value: thing.__setitem__(key, value),
+            "delete item": lambda thing, key: thing.__delitem__(key),
+            "contains": lambda thing, value: value in thing,
+            "can tell": lambda thing: hasattr(type(thing), "__contains__"),
+            "enter": lambda thing: type(thing).__enter__(thing),
+            "exit": leave,
             "iterate": iter,
             "next": next,
             "length": len,
@@ -99,6 +105,14 @@ class Program:
         if number >= 0:
             return self._things[number]
         return lambda *positional, **named: self.call_back(number, positional, named)
+
+
+def leave(thing: Any, name: str | None, text: str) -> None:
+    """Ends a `with` of the test's; `name` is the class of the error that ended it. What the program makes of the error
+    does not count: it could swallow a failed assertion."""
+    kind = getattr(builtins, str(name), Exception)
+    error = None if name is None else kind(text)
+    type(thing).__exit__(thing, error and kind, error, None)
 
 
 def raised(error: BaseException) -> bytes:
