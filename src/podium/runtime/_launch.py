@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import InputError, PodiumError, RankError
+from podium.terminal import warn
 
 START_LIMIT = timedelta(minutes=10)
 """How long the ranks wait for each other in a collective call before the run is given up."""
@@ -139,7 +140,7 @@ def _follow(settings: Any) -> int:
     except InputError:
         return 0  # rank 0 has the same settings and says so
     except PodiumError as error:
-        print(f"podium: rank {line.rank}: {error}", file=sys.stderr)  # rank 0 only sees that it is gone
+        warn(f"podium: rank {line.rank}: {error}")  # rank 0 only sees that it is gone
         return 1
     return 0
 
