@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import podium
-from podium import declare_range
+from podium import cli, declare_range
 from podium.cli import main
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
@@ -129,3 +129,16 @@ def test_a_reward_may_print_into_a_log_that_is_larger_than_it_may_write(tmp_path
     assert written.count("a line of the reward\n") == 16
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line.get("reward/failed", 0) == 0
+
+
+def test_a_traceback_is_escaped_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError(EVIL)
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.console()
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert not CONTROL.search(told)

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    code = main()
+    try:
+        code = main()
+    except Exception:  # a defect of ours; what it quotes may be foreign text
+        warn(traceback.format_exc())
+        code = 1
     watch = sys.modules.get("podium.runtime._watch")
     is_stopped = code in (130, 143)
     if is_stopped or (watch is not None and watch.stalled):  # Python would wait for a thread that samples, or hangs
