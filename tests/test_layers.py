@@ -10,10 +10,11 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-BELOW_STAGES = {"errors", "files", "records", "stages", "model"}
+BELOW_STAGES = {"errors", "files", "records", "stages", "model", "terminal"}
 ALLOWED = {
     "errors": set(),
     "files": set(),
+    "terminal": set(),
     "plan": set(),
     "temperature": set(),
     "records": {"plan"},
@@ -49,7 +50,7 @@ ALLOWED = {
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
     "checkpoint_files": {"errors", "files"},
     "resume_rules": {"errors", "lookup", "sections", "settings", "trainer"},  # what a schedule makes of a length
-    "report": {"errors", "files", "ledger", "records", "run_folder", "stages"},
+    "report": {"errors", "files", "ledger", "records", "run_folder", "stages", "terminal"},
     "assets": {"data"},
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""

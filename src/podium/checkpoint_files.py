@@ -40,7 +40,8 @@ def write_checkpoint(
     """
     unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
     try:
-        unfinished.mkdir(parents=True)
+        place.parent.mkdir(exist_ok=True)  # never the run's folder itself, should that be gone
+        unfinished.mkdir()
         save_file(dict(tensors), unfinished / TENSORS)
         (unfinished / STATE).write_text(json.dumps({"format": FORMAT, **saved}))
         (unfinished / SETTINGS).write_text(settings)

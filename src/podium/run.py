@@ -6,7 +6,6 @@ A run here is the loop with everything around it: the folder and its lock, signa
 import asyncio
 import errno
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +17,7 @@ from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.calibrate import choose_engine, without_auto
-from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
+from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
@@ -38,6 +37,7 @@ from podium.runtime._launch import check_packages, is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
+from podium.terminal import warn
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
@@ -80,11 +80,11 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     folder.refuse_if_used()
     if not is_rank():  # or each of them would say it
         for caution in settings.cautions:
-            print(f"warning: {caution}", file=sys.stderr, flush=True)
+            warn(f"warning: {caution}")
     _launcher(settings)  # refuses what cannot be, before an engine is chosen by trying both
     settings, choice = choose_engine(settings)
     if choice:
-        print(choice, file=sys.stderr, flush=True)
+        warn(choice)
     if launch := _launcher(settings):
         job = {"folder": None, "step": None, "allow_change": []}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
@@ -223,7 +223,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     except BaseException as error:
         named = _named(error, folder)
         if wired.reports.has_started:
-            with suppress(OSError):  # the disk may be what failed
+            with suppress(OSError, StorageError):  # the disk may be what failed
                 wired.reports.fail()
                 folder.fail(f"{type(named).__name__}: {named}")
                 folder.event("failed", error=type(named).__name__, message=str(named))
@@ -250,7 +250,12 @@ def _old_objects_left_alone() -> Iterator[None]:
 
 
 def _named(error: BaseException, folder: RunFolder) -> BaseException:
-    """A disk that failed is told as what it is, wherever it was met."""
+    """A disk that failed, or a folder that is gone, is told as what it is, wherever it was met."""
+    if isinstance(error, (OSError, CheckpointError)):
+        try:
+            folder.check_there()
+        except StorageError as gone:
+            return gone
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return StorageError(
             f"{error.filename or folder.path}: {error.strerror}; the last checkpoint is untouched: make room or mend "

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from podium.errors import InputError
+from podium.errors import InputError, StorageError
 from podium.files import open_regular, read_regular
 
 OUTSIDE = "flyte"
@@ -40,6 +40,8 @@ class RunFolder:
         self._status = path / "status.json"
         self._restarts = path / "restarts.json"
         self._lock: Any = None
+        self._directory = -1
+        """While it is locked: the folder itself, whatever is at its path."""
         self.allowed_changes: tuple[str, ...] = ()
         """Settings that may differ from the checkpoint's in spite of the rules."""
 
@@ -90,6 +92,7 @@ class RunFolder:
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()}")
         handle.flush()
+        self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._lock = handle
 
     def unlock(self) -> None:
@@ -97,6 +100,7 @@ class RunFolder:
             with suppress(OSError):  # a full disk: then the lock only looks stale
                 self._lock.truncate(0)
             self._lock.close()
+            os.close(self._directory)
             self._lock = None
 
     @property
@@ -171,8 +175,27 @@ class RunFolder:
 
     def event(self, kind: str, **details: Any) -> None:
         """One line in events.jsonl: what happened, for people and for tests of faults."""
+        self.check_there()
         with self.events.open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
+
+    def check_there(self) -> None:
+        """A run whose folder was deleted must not go on in a new one that lacks all it had written."""
+        if self.is_gone():
+            raise StorageError(
+                f"{self.path} was deleted, moved or emptied while the run wrote to it; what was trained since the last "
+                "copy of it is lost. Put a copy back and resume it, or start a new run"
+            )
+
+    def is_gone(self) -> bool:
+        """Whether the folder that this process locked is not at its path any more, or has nothing left in it."""
+        if self._lock is None:
+            return False
+        try:
+            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._directory))
+        except OSError:
+            return True
+        return not is_same or not ((self.path / "lock").exists() or self.settings.exists())
 
     def has_event(self, kind: str) -> bool:
         """By text: the last line may have been cut off by a kill."""
@@ -186,9 +209,12 @@ class RunFolder:
                 if event["event"] == kind:
                     yield event
 
+    def leftovers(self) -> list[Path]:
+        return [*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")]
+
     def clean_up(self) -> None:
         """Removes what a killed process left: files half-written, and weights on their way to its engine."""
-        for leftover in (*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")):
+        for leftover in self.leftovers():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _what_it_holds(self) -> str:

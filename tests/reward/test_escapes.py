@@ -370,14 +370,16 @@ def test_where_threads_cannot_be_counted_no_program_has_any(kind: Sandbox, tmp_p
     """A listener that is there already, as some containers have one, leaves no second one to be had."""
     code = f"""
 from podium.reward._inside._limits import ask_before_threads
-from podium.reward._sandbox import Limits, run_with_inputs
+from podium.reward._sandbox import Limits, refuse_sandbox, run_with_inputs
 first = ask_before_threads()
 assert first is not None
 program = "import threading\\ntry: threading.Thread(target=int).start()\\nexcept RuntimeError: print('none')"
 print(run_with_inputs(program, [""], Limits(2.0, 5.0, 256), {kind!r}))
+refuse_sandbox({kind!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "['none\\n']\n", done.stderr
+    assert "programs cannot start threads on this machine" in done.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -203,7 +203,11 @@ def _refuse_unreachable(name: str) -> None:
     """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except ValueError:
+        raise InputError(f"model.name = {name!r} is no folder here, and no name that a model could have") from None
+    if isinstance(cached, str) or hub_is_reachable():
         return
     raise InputError(
         f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '

@@ -26,6 +26,7 @@ from podium.errors import InputError
 from podium.reward._inside import launch  # importing it here also leaves it compiled for the sandbox
 from podium.reward._inside._plain import framed, from_plain, plain
 from podium.reward._threads import wait_and_answer
+from podium.terminal import warn
 
 Sandbox = Literal["bubblewrap", "weak"]
 INSIDE = Path(launch.__file__).parent
@@ -90,6 +91,11 @@ def refuse_sandbox(kind: Sandbox) -> None:
             'namespaces (in a container: --security-opt seccomp=unconfined), or ask for sandbox = "weak" in the '
             "reward's table: limits and a system call filter only, the user's files can be read and written"
         )
+    if not _has_threads(kind):
+        warn(
+            f"warning: sandbox = {kind!r}: programs cannot start threads on this machine, and one that tries fails; it "
+            "needs Linux 5.5 and a container whose runtime does not listen to seccomp filters itself"
+        )
 
 
 @lru_cache
@@ -101,6 +107,12 @@ def _problem(kind: Sandbox) -> str | None:
     except SandboxError as error:
         return str(error)
     return None if printed == ["ready\n"] else "a first program did not run"
+
+
+@lru_cache
+def _has_threads(kind: Sandbox) -> bool:
+    program = "import threading; threading.Thread(target=int).start()"
+    return run_with_inputs(program, [""], Limits(10.0, 10.0, 512), kind) == [""]
 
 
 def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandbox) -> list[Any]:

@@ -16,17 +16,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from podium.checkpoint import FolderCheckpoint, Hooks, newest_checkpoint
-from podium.checkpoint_files import read_tensors
+from podium.checkpoint_files import list_checkpoints, read_tensors, step_of
 from podium.data._order import OrderedData
 from podium.errors import CheckpointError, InputError, WeightsError
 from podium.ledger import Ledger
 from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
 from podium.model.load import Policy
-from podium.report.console import to_terminal
 from podium.resume_rules import changes, check_changes
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
 from podium.settings import Settings
+from podium.terminal import warn
 
 OTHER_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
 """Keys of an adapter_config.json that scale an adapter otherwise than by alpha / r."""
@@ -75,7 +75,7 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
         if command is not None:
             _run_command(command, folder, place, step)
 
-    return Hooks(begin, accept, committed, to_terminal)
+    return Hooks(begin, accept, committed, warn)
 
 
 def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step: int) -> None:
@@ -156,10 +156,11 @@ def _adapter_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
     return {f"weights.{names[id(parameter)]}": found[name] for name, parameter in own.items()}
 
 
-def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> None:
+def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan, step: int | None = None) -> None:
     """Room for the checkpoints that are kept, one more while it is written, and the trained model.
 
-    A run that commits less often than that has fewer.
+    A run that commits less often than that has fewer. Checkpoints that a resumed run finds give way to its new ones,
+    but for those after the `step` that it begins from.
     """
     keep, every = settings.checkpoint.keep, settings.checkpoint.every
     commits = -(-settings.run.steps // every) if every else 1
@@ -167,15 +168,25 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
     moving = memory.reference if settings.model.reference not in (None, "initial") else 0
     each = memory.trained + memory.optimizer + moving
     needed = each * at_once + memory.trained
+    own = _own_bytes(folder, step)
+    missing = max(each, needed - own)
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    if needed > free:
+    if missing > free:
+        already = f", {missing / 1e9:.3g} GB more than it has already" if own else ""
         raise InputError(
             f"run.folder = {str(folder.path)!r}: {at_once} checkpoint{'s' * (at_once > 1)} of {each / 1e9:.3g} GB, as "
-            f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has "
+            f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB{already}, the disk has "
             f"{free / 1e9:.3g} GB free; make room, {'lower checkpoint.keep, ' * (at_once > 2)}or give another "
             "folder"
         )
+
+
+def _own_bytes(folder: RunFolder, step: int | None) -> int:
+    """Of what the run will delete by itself: its checkpoints, and what a kill left half-written."""
+    kept = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) <= step]
+    files = (file for place in (*kept, *folder.leftovers()) for file in (place, *place.rglob("*")))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
@@ -200,4 +211,4 @@ def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> Non
     folder.event("on_checkpoint", step=step, exit_code=code)
     if code != 0:
         ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
-        to_terminal(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
+        warn(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import InputError, PodiumError, RankError
+from podium.terminal import warn
 
 START_LIMIT = timedelta(minutes=10)
 """How long the ranks wait for each other in a collective call before the run is given up."""
@@ -111,7 +112,7 @@ def run_rank(path: Path) -> int:
         return _follow(settings) if rank else _lead(path.with_name("result.json"), job, settings)
     except Exception as error:
         if not isinstance(error, PodiumError):
-            traceback.print_exc()
+            warn(traceback.format_exc())
         trouble = {"error": type(error).__name__, "message": f"rank {rank}: {_named(error)}"}
         unfinished = path.with_name(f"trouble-{rank}.tmp")
         unfinished.write_text(json.dumps(trouble))

@@ -188,7 +188,7 @@ class Served:
     async def _rebuild(self, published: Published, version: int, run: str | None) -> None:
         """An engine for weights of another kind; they are checked against its policy first."""
         try:
-            policy = await asyncio.to_thread(self._maker.policy, published.shape)
+            policy = await within(READ_S, "loading the model", self._maker.policy, published.shape)
         except InputError:
             raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
         weights = await within(READ_S, f"reading {published.folder.name}", read, published, policy, version)
@@ -229,7 +229,7 @@ class Served:
                 nothing = {name: torch.zeros_like(tensor) for name, tensor in self.policy.named_weights()}
                 await self._swap(nothing, OWN_VERSION, None, in_flight=False)
                 return
-            policy = await asyncio.to_thread(self._maker.own_policy)
+            policy = await within(READ_S, "loading the model", self._maker.own_policy)
             weights = dict(policy.named_weights())
             if self._own_shape == shape_of(self.policy):
                 await self._swap(weights, OWN_VERSION, None, in_flight=False)

@@ -15,10 +15,10 @@ from typing import Any
 
 import podium
 from podium.errors import InputError
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._signals import StopSignal
 from podium.settings import CHOICES, Settings
+from podium.terminal import warn
 
 
 def check_installed() -> None:
@@ -87,7 +87,7 @@ def run_on_cluster(job: dict[str, Any]) -> dict[str, Any]:
         )
     try:
         run = runner.run(drive, job=json.dumps({**job, "fetch": fetch}), base=base)
-        to_terminal(f"the run is on the cluster: {run.url}\nit goes on there if you stop this command")
+        warn(f"the run is on the cluster: {run.url}\nit goes on there if you stop this command")
         run.wait()
         summary, model, history = run.outputs()
     except errors.BaseRuntimeError as error:
