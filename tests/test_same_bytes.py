@@ -29,9 +29,9 @@ def told(path: Path, folder: Path) -> object:
     if path.suffix not in (".json", ".jsonl", ".toml"):
         return path.read_bytes()
     text = path.read_text().replace(str(folder), "RUN")
-    return (
-        [_timeless(json.loads(line)) for line in text.splitlines() if line] if path.suffix == ".jsonl" else _plain(text)
-    )
+    if path.suffix != ".jsonl":
+        return _plain(text)
+    return [_timeless(json.loads(line)) for line in text.splitlines() if line]
 
 
 def _plain(text: str) -> object:

@@ -7,6 +7,7 @@ processes each tensor travels as a checksum (`sealed`). It is a sum of integers,
 and any device gives the same; a GPU computes it where the tensor lies and the host waits once.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -192,6 +193,15 @@ def branch_views(output: torch.Tensor) -> torch.Tensor:
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of the bytes of each tensor; waits for the device once."""
     return _listed([_checksum(tensor) for tensor in tensors])
+
+
+def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """Of names, types, shapes and checksums: for ranks that compare what they hold."""
+    found = hashlib.sha256()
+    for name, tensor in weights:  # one at a time: where ranks share the weights, each is gathered and let go
+        [checksum] = checksums([tensor])
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum}\n".encode())
+    return found.digest()
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step:
     """
     accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
     for warning in check_changes(before, after, {*folder.allowed_changes, *accepted}, step):
-        to_terminal(warning)
+        warn(warning)
     if new := [key for key in changes(before, after) if key not in accepted]:
         folder.event("changed", keys=new)
 

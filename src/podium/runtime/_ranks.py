@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from podium.errors import EngineError, PodiumError, RankError
 from podium.model.device_thread import on_device_thread
-from podium.model.evidence import Held, is_among
-from podium.model.fingerprint import weights_digest
+from podium.model.evidence import Held, is_among, weights_digest
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, Request, Sampling, UpdateResult
 from podium.runtime import _wire as wire
