@@ -29,7 +29,8 @@ def told(path: Path, folder: Path) -> object:
     if path.suffix not in (".json", ".jsonl", ".toml"):
         return path.read_bytes()
     text = path.read_text().replace(str(folder), "RUN")
-    return [_timeless(json.loads(line)) for line in text.splitlines() if line] if path.suffix == ".jsonl" else _plain(text)
+    lines = [line for line in text.splitlines() if line]
+    return [_timeless(json.loads(line)) for line in lines] if path.suffix == ".jsonl" else _plain(text)
 
 
 def _plain(text: str) -> object:

@@ -7,6 +7,7 @@ layers and no dropout).
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,8 +201,11 @@ def _refuse_unreachable(name: str) -> None:
     """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
-        return
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
+            return
+    except ValueError as error:  # no hub could have a model of that name
+        raise InputError(f"model.name = {name!r} is no folder here and no name of the hub: {error}") from None
     raise InputError(
         f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
         '"smollm2-135m" or a folder with safetensors weights'
@@ -278,7 +282,7 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     head = model.get_output_embeddings()
     try:
         peft = get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in adapted.items():
