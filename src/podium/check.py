@@ -12,12 +12,14 @@ from statistics import fmean
 from uuid import uuid4
 
 from podium.calibrate import without_auto
+from podium.contracts import is_users
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring, too_many_failed
+from podium.run import launcher_of
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     build_advantages,
@@ -66,6 +68,7 @@ def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    launcher_of(settings)  # what cannot be launched is refused as it would be
     settings = without_auto(settings)
     with cpu_team(settings):
         return _check(settings)
@@ -125,9 +128,15 @@ def _settings_lines(settings: Settings) -> list[str]:
 
 
 def _settings_notes(settings: Settings, device: str) -> list[str]:
+    own = {"sync": settings.sync.name, "runtime": settings.runtime.name}
+    own |= {f"report[{index}]": choice.name for index, choice in enumerate(settings.report)}
+    notes = settings.cautions + [
+        f"{where}.name = {name!r} is your own; its arguments fit, and what it makes is seen only when training starts"
+        for where, name in own.items()
+        if is_users(name)
+    ]
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
-    notes = settings.cautions
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
         notes.append("with one update per batch the ratio is 1 and the clip bounds cannot bind")
     if device == "cuda" and _is_all_float32(settings):

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.calibrate import choose_engine, without_auto
+from podium.contracts import user_code
 from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
@@ -33,7 +34,7 @@ from podium.runtime._build import (
 )
 from podium.runtime._core import check_ranks
 from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
-from podium.runtime._launch import check_packages, is_rank
+from podium.runtime._launch import check_packages, check_room, is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
@@ -81,11 +82,11 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     if not is_rank():  # or each of them would say it
         for caution in settings.cautions:
             warn(f"warning: {caution}")
-    _launcher(settings)  # refuses what cannot be, before an engine is chosen by trying both
+    launcher_of(settings)  # refuses what cannot be, before an engine is chosen by trying both
     settings, choice = choose_engine(settings)
     if choice:
         warn(choice)
-    if launch := _launcher(settings):
+    if launch := launcher_of(settings):
         job = {"folder": None, "step": None, "allow_change": []}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     with cpu_team(settings), StopSignal(settings.run.grace_s) as stop:
@@ -112,7 +113,7 @@ def resume(
 
     Those that make it another run may only differ where `allow_change` names them.
     """
-    if launch := _launcher(settings):
+    if launch := launcher_of(settings):
         job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     folder.allowed_changes = tuple(allow_change)
@@ -159,7 +160,7 @@ def _held_out(settings: Settings, weights: Path | None) -> Results:
         return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 
-def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def launcher_of(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """What has this job run elsewhere and gives back its summary; None where this process is the one to run it.
 
     A runtime with a `launcher(settings)` says itself; `runtime.ranks` starts more processes like this one.
@@ -171,6 +172,7 @@ def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] 
     if ranks == 1 or starts_ranks_itself or is_rank():
         return None
     check_ranks(settings, ranks)
+    check_room(settings, ranks)
     check_packages(settings)
     return partial(launch_ranks, ranks=ranks)
 
@@ -183,8 +185,12 @@ def _new_path(name: str) -> Path:
 
 
 def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | None, console_mode: str | None) -> Wired:
-    runtime = find("runtime", settings.runtime.name)
-    return runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
+    name, runtime = settings.runtime.name, find("runtime", settings.runtime.name)
+    with user_code("runtime.name", name):
+        wired = runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
+    if not isinstance(wired, Wired):
+        raise InputError(f"runtime.name = {name!r} returned a {type(wired).__name__}, which is no wired run")
+    return wired
 
 
 def _back_off(settings: Settings, folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ layers and no dropout).
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,11 +205,10 @@ def _refuse_unreachable(name: str) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except ValueError:
-        raise InputError(f"model.name = {name!r} is no folder here, and no name that a model could have") from None
-    if isinstance(cached, str) or hub_is_reachable():
-        return
+        if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
+            return
+    except ValueError as error:  # no hub could have a model of that name
+        raise InputError(f"model.name = {name!r} is no folder here and no name of the hub: {error}") from None
     raise InputError(
         f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
         '"smollm2-135m" or a folder with safetensors weights'
@@ -296,7 +296,7 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     head = model.get_output_embeddings()
     try:
         peft = get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in adapted.items():

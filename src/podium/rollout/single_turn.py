@@ -15,7 +15,7 @@ from podium.errors import EngineError, InputError
 from podium.model.thinking import decode_answer
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.stages import Engine
-from podium.temperature import Temperature
+from podium.temperature import Temperature, TopP
 
 
 class SingleTurn:
@@ -35,7 +35,7 @@ class SingleTurn:
         temperature: Annotated[Temperature, Field(description="of the sampled distribution")] = 1.0,
         max_new_tokens: Annotated[int, Field(ge=1, description="longest answer, the stop token included")] = 256,
         top_k: Annotated[int, Field(ge=1)] | None = None,
-        top_p: Annotated[float, Field(gt=0, le=1)] | None = None,
+        top_p: TopP | None = None,
         stop: Annotated[list[str], Field(description="texts of one token each that end an answer too")] = [],  # noqa: B006
         system: Annotated[str | None, Field(description="system message put before every prompt")] = None,
         max_retries: Annotated[

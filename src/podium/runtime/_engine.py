@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from podium.contracts import checked, user_code
 from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.device_thread import one_team
@@ -47,7 +48,8 @@ def make_engine(
         wiring += (None if precision == "float32" else getattr(torch, precision),)
     if "overlaps" in takes:
         wiring += (settings.run.max_lag > 0,)
-    engine = make(*wiring, **settings.engine.options)
+    with user_code("engine.name", settings.engine.name):
+        engine = checked("engine", settings.engine.name, make(*wiring, **settings.engine.options))
     if hasattr(engine, "in_flight"):
         engine.in_flight = settings.run.in_flight
     if on_event is not None and hasattr(engine, "on_event"):
@@ -61,7 +63,8 @@ def make_rollout(
     """`purpose` keeps the seeds of training, evaluation and checks apart."""
     make, seed = find("rollout", settings.rollout.name), settings.run.seed
     wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
-    return make(*wiring, **options)
+    with user_code("rollout.name", settings.rollout.name):
+        return checked("rollout", settings.rollout.name, make(*wiring, **options))
 
 
 def make_delivery(

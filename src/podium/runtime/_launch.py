@@ -30,6 +30,9 @@ END_S = 10.0
 before rank 0's process ends."""
 
 
+RANKS_PER_CORE = 8
+
+
 def is_rank() -> bool:
     """Whether this process was started by torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -50,6 +53,17 @@ def check_packages(settings: Any) -> None:
     """What the ranks of this machine would miss, each by itself."""
     if settings.trainer.name == "deepspeed" and find_spec("deepspeed") is None:
         raise InputError("trainer.name = 'deepspeed': DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'")
+
+
+def check_room(settings: Any, ranks: int) -> None:
+    """NCCL takes one rank for a GPU. On a CPU ranks are for trying things out, and more than a few a core only wait."""
+    import torch
+
+    on_cpu = settings.model.device == "cpu" or not torch.cuda.is_available()
+    most = RANKS_PER_CORE * len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
+    if ranks > most:
+        kind = f"{RANKS_PER_CORE} for each CPU core" if on_cpu else "one for each GPU"
+        raise InputError(f"runtime.ranks = {ranks}: this machine has room for {most}, {kind}; lower it")
 
 
 def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
