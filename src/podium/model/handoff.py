@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from podium.errors import WeightsError
 from podium.files import open_regular, read_regular
@@ -43,6 +45,16 @@ def publish(root: Path, policy: Policy, weights: Named, version: int) -> Path:
     unfinished.write_text(json.dumps(manifest))
     unfinished.rename(manifest_of(folder))
     return folder
+
+
+def in_saved_format(model: PreTrainedModel, weights: Named) -> Named:
+    """Full weights by the names and in the pieces of a saved folder, which is what other libraries read.
+
+    transformers keeps the experts of a layer as one tensor; a folder has one for each of them.
+    """
+    if not getattr(model, "_weight_conversions", None):
+        return weights
+    return revert_weight_conversion(model, dict(weights)).items()
 
 
 def write_adapter(folder: Path, config: Any, weights: Named) -> None:

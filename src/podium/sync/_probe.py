@@ -82,7 +82,7 @@ async def _check_held(engine: Any, name: str, version: int, compare: Compare) ->
                 f"{_where(name, member)} does not sample from the trained weights: after the sync to policy version "
                 f"{version} {problem}"
             )
-    return set(shown)
+    return {member for member, held in shown.items() if not held.unseen}
 
 
 def _reason(is_proven: bool) -> str:
