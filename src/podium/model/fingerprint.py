@@ -29,5 +29,5 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     found = hashlib.sha256()
     for name, tensor in weights:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.digest()

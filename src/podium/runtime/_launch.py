@@ -61,7 +61,7 @@ def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
         process = subprocess.Popen([*command, "-m", "podium.runtime._rank", str(path)], env=environment)
         _wait(process)
         result = path.with_name("result.json")
-        written = json.loads(result.read_text()) if result.exists() else {"error": "RankError"}
+        written: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": "RankError"}
         if written.get("error") in (None, "RankError"):  # also a run that torchrun stopped because a rank had failed
             written = _cause(path) or written
     if "error" in written:
