@@ -6,6 +6,7 @@ with what one process with `single` ends with.
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from podium.errors import InputError
+from podium.errors import InputError, RankError
 from tests.trainer.ranks import Pair, whole_run
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -145,6 +146,46 @@ def test_a_run_of_two_ranks_that_was_broken_off_ends_as_the_unbroken_one(
     found = on_two(pair, given | {"run": given["run"] | {"steps": 4}}, resume=True)
     assert told(found, "optim/skipped") == [0, 1, 0, 0]
     assert_same_end(found, expected["not finite"])
+
+
+def run_with_another_base(given: dict[str, Any], rank: int, ranks: int) -> str:
+    """Rank 1 reads other frozen weights than rank 0, as from another revision of the model."""
+    from podium.runtime import _core
+
+    load = _core.load_policy
+
+    def load_another(*args: Any, **options: Any) -> Any:
+        policy = load(*args, **options)
+        with torch.no_grad():
+            policy.model.get_input_embeddings().weight[0, 0] += 1e-6  # type: ignore[union-attr]
+        return policy
+
+    if rank:
+        _core.load_policy = load_another
+    try:
+        return whole_run(given, False, rank, ranks)
+    finally:
+        _core.load_policy = load
+
+
+@pytest.mark.parametrize("trainer", ["single", "fsdp"])
+def test_ranks_that_loaded_different_models_are_told_apart_before_the_first_step(
+    pair: Pair, trainer: str, tmp_path: Path
+) -> None:
+    given = tables(tmp_path / "run", {"name": trainer}) | {"runtime": {"ranks": 2}, "engine": {"name": "pool"}}
+    error, _ = pair(run_with_another_base, given)
+    assert isinstance(error, RankError)
+    assert "rank 1 holds other weights than rank 0 after the model was loaded" in str(error)
+
+
+@pytest.mark.parametrize(("key", "value"), [("use_rslora", True), ("alpha_pattern", {"q_proj": 4})])
+def test_an_adapter_of_another_scale_is_refused(key: str, value: Any, first: Path, tmp_path: Path) -> None:
+    shutil.copytree(first / "final", tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+    given = tables(tmp_path / "run", {"name": "single"}, checkpoint={"adapter_from": str(tmp_path / "adapter")})
+    with pytest.raises(InputError, match=f"it has {key} = .* scales every layer by alpha / r"):
+        alone(given)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_by_every_rank(pair: Pair, first: Path, tmp_path: Path) -> None:
