@@ -258,7 +258,9 @@ def tables_of(folder: Path, lora: Any, dtype: str) -> dict[str, Any]:
 
 def gaps(settings: Settings, folder: Path) -> tuple[float, float]:
     """Largest difference of the trainer's and of the engine's logprobs from transformers' own."""
-    policy = load_policy(settings.model, seed=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="model.name = .* turn every token otherwise")
+        policy = load_policy(settings.model, seed=0)
     memory_plan(settings, policy, longest_prompt=8)
     own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     context = policy.max_context_tokens

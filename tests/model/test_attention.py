@@ -1,13 +1,16 @@
 """A packed row gives each document what it would get alone, for the shapes of several model families."""
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from podium.model import attention
 from podium.model.forward import place, policy_logprobs, sequence_logprobs
+from podium.model.row import Segments
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, Rollout
 
@@ -104,3 +107,37 @@ def test_a_decode_step_reads_each_key_once_for_the_queries_that_share_it(value_d
     expected = scores.softmax(-1) @ value.repeat_interleave(3, 1)
     assert weights is None
     assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_values_narrower_than_keys_come_out_of_several_tables_as_of_one() -> None:
+    """Documents of 2 and of 9 tokens stand in two tables."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 11, 12), torch.randn(1, 2, 11, 12), torch.randn(1, 2, 11, 8)
+    lengths = np.array([2, 9])
+    packed, _ = attention.packed_attention(
+        None, query, key, value, None, segments=Segments.of(lengths, lengths, None), scaling=0.3
+    )
+    parts = []
+    for part in (slice(0, 2), slice(2, 11)):
+        alone = np.array([part.stop - part.start])
+        given = (tensor[:, :, part] for tensor in (query, key, value))
+        parts.append(
+            attention.packed_attention(None, *given, None, segments=Segments.of(alone, alone, None), scaling=0.3)[0]
+        )
+    assert packed.shape == (1, 11, 4, 8)
+    assert torch.allclose(packed, torch.cat(parts, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "types", "window"),
+    [
+        ({"sliding_window": 7}, None, 7),
+        ({"sliding_window": None}, None, None),  # the architecture's word
+        ({}, None, 5),
+        ({}, ["full_attention", "sliding_attention"], 5),
+        ({}, ["sliding_attention", "full_attention"], None),
+    ],
+)
+def test_a_window_that_is_not_handed_over_is_the_configs(given: dict, types: list[str] | None, window: int) -> None:
+    layer = SimpleNamespace(config=SimpleNamespace(sliding_window=5, layer_types=types), layer_idx=1)
+    assert attention.window_of(layer, given) == window

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import verdict
+from podium.model.load import load_policy
+from podium.settings import Settings
+from tests.families import saved, tables_of, verdict
 
 RIGHT = [
     *("llama", "qwen3", "gpt2", "olmo3", "gemma3", "gemma4_text", "qwen3_moe"),
@@ -55,3 +57,10 @@ def test_fused_experts_have_no_adapter_and_the_advice_for_them_works(name: str, 
     assert 'set model.lora.targets = ["q_proj", "v_proj"]' in detail
     (tmp_path / "advised").mkdir()
     assert verdict(name, tmp_path / "advised", lora={"targets": ["q_proj", "v_proj"]})[0] == "right"
+
+
+def test_a_context_that_ends_early_is_told(tmp_path: Path) -> None:
+    saved("phi3 with longrope", tmp_path / "model")
+    settings = Settings.from_dict(tables_of(tmp_path, False, "float32"))
+    with pytest.warns(UserWarning, match="prompt and answer may have 32 tokens together, not 128"):
+        assert load_policy(settings.model, seed=0).max_context_tokens == 32

@@ -120,10 +120,10 @@ def test_in_bfloat16_right_models_pass(name: str) -> None:
     check_model(built(RIGHT[name]).to(torch.bfloat16), name)
 
 
-def test_in_bfloat16_a_logprob_that_is_off_by_less_than_a_third_is_seen() -> None:
-    """Logits 10 % too small: the largest difference here is below 0.3 for most tokens."""
+def test_in_bfloat16_logits_that_are_five_percent_off_are_seen() -> None:
+    """On a few tokens that is less than 0.3, which was allowed once; it is 0.8 elsewhere."""
     with pytest.raises(InputError, match="is not computed rightly"):
-        check_model(built(GraniteConfig(**PLAIN, logits_scaling=1.1)).to(torch.bfloat16), "granite")
+        check_model(built(GraniteConfig(**PLAIN, logits_scaling=1.05)).to(torch.bfloat16), "granite")
 
 
 def test_the_tolerance_follows_the_precision_and_hooks_leave_no_trace() -> None:

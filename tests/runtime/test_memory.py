@@ -1,5 +1,6 @@
 """The memory plan: what it adds up, what it decides where the settings leave it open, and that it is kept to."""
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from podium import check
 from podium.cli import main
 from podium.errors import InputError
+from podium.model import attention, memory
 from podium.model.fused import SAVED_SHARE
 from podium.model.load import Policy, load_policy
-from podium.model.memory import saved_bytes_per_token
+from podium.model.memory import available_bytes, cache_elements_per_token, saved_bytes_per_token
 from podium.run_folder import RunFolder
 from podium.runtime import _keep, _memory
 from podium.runtime._keep import check_space
 from podium.runtime._memory import LEAST_TOKENS, MOST_TOKENS, memory_plan, most_tokens
 from podium.settings import Settings
 from tests.conftest import small_tables
+from tests.families import config_of
 
 
 def settings_of(tmp_path: Path, **tables: dict[str, Any]) -> Settings:
@@ -213,3 +218,82 @@ def test_a_resumed_run_needs_only_the_room_that_its_checkpoints_do_not_have(tmp_
             short = pytest.raises(InputError, match="GB more than it has already, the disk has")
             with short if free < needed else nullcontext():
                 check_space(settings, folder, plan, step)
+
+
+def test_what_other_programs_hold_is_not_there_for_a_run(tmp_path: Path, monkeypatch) -> None:
+    """Of 10 GB the process holds 1, the machine can give 4 more, and a container with a limit 2: the least counts."""
+    monkeypatch.setattr(memory, "device_bytes", lambda device: 10_000_000_000)
+    page = os.sysconf("SC_PAGE_SIZE")
+    files = {
+        "OWN_PAGES": f"5000 {1_000_000_000 // page} 20\n",
+        "MEMORY_NOW": "MemTotal: 9765625 kB\nMemFree: 1 kB\nMemAvailable: 3906250 kB\n",
+        "CGROUP_LIMIT": "max\n",
+        "CGROUP_USED": "6000000000\n",
+        "CGROUP_USE": "anon 5000000000\nactive_file 300000000\ninactive_file 700000000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    own = 1_000_000_000 // page * page
+    assert available_bytes(torch.device("cpu")) == own + 4_000_000_000
+    (tmp_path / "CGROUP_LIMIT").write_text("7000000000\n")
+    assert available_bytes(torch.device("cpu")) == own + 2_000_000_000  # 7 − 6 + 1 of files that can be given up
+    for name in files:
+        monkeypatch.setattr(memory, name, tmp_path / "missing")
+    assert available_bytes(torch.device("cpu")) == 10_000_000_000  # no Linux: nothing is known
+
+
+def test_check_compares_with_what_is_available_and_names_bfloat16(tmp_path: Path, monkeypatch, capsys) -> None:
+    import tomli_w
+
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(small_tables(tmp_path / "run")))
+    monkeypatch.setattr(_memory, "available_bytes", lambda device: 100_000)
+    assert main(["check", str(tmp_path / "run.toml")]) == 2
+    out = capsys.readouterr().out
+    assert "of 100 kB, which is what other programs leave of" in out
+    assert "problem: too much for what other programs leave: end some of them, lower engine.concurrency" in out
+    assert "trainer.precision = 'bfloat16' or model.dtype = 'bfloat16'" in out
+
+
+def test_a_batch_is_counted_with_the_tokens_that_a_step_can_have(tmp_path: Path) -> None:
+    """4 prompts × 4 rollouts of 44 tokens are 704, however many a batch might hold."""
+    settings = settings_of(tmp_path, pack={"max_tokens_per_batch": 16384})
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    assert plan.max_tokens_per_batch == 16384
+    assert plan.largest_batch == plan.tokens_per_step == 704
+    assert plan.total == plan.fixed + 704 * plan.per_token
+    small = settings_of(tmp_path, pack={"max_tokens_per_batch": 256})
+    assert memory_plan(small, policy_of(small), longest_prompt=20).largest_batch == 256
+    assert memory_plan(small, policy_of(small), longest_prompt=400).largest_batch == 424  # a document is never cut
+
+
+def test_check_says_on_a_gpu_that_everything_is_float32(tmp_path: Path) -> None:
+
+    def notes(device: str, **tables: dict[str, Any]) -> list[str]:
+        made = small_tables(tmp_path / "run")
+        changed = {section: {**made.get(section, {}), **values} for section, values in tables.items()}
+        said = check._settings_notes(Settings.from_dict(made | changed), device)
+        return [note for note in said if "float32" in note]
+
+    [with_adapter] = notes("cuda")
+    assert "model.dtype and trainer.precision are 'float32', without TF32" in with_adapter
+    assert "set trainer.precision = 'bfloat16' or model.dtype = 'bfloat16'" in with_adapter
+    [with_all_weights] = notes("cuda", model={"lora": False})
+    assert with_all_weights.endswith("set trainer.precision = 'bfloat16'")
+    assert notes("cpu") == []
+    assert notes("cuda", trainer={"precision": "bfloat16"}) == []
+    assert notes("cuda", model={"dtype": "bfloat16"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("llama", 2 * 2 * 2 * 8),  # layers × keys and values × heads × width
+        ("deepseek_v3", 2 * (16 + 4)),  # a latent of 16 numbers for all heads, and 4 that are turned
+        ("gemma4_text", 2 * 2 * 8 + 2 * 2 * 16),  # the second layer's heads are twice as wide
+        ("gemma3", 2 * 2 * 2 * 8),  # a wrapper: the numbers are the text model's
+    ],
+)
+def test_the_cache_is_counted_as_the_layers_fill_it(name: str, numbers: int) -> None:
+    model = AutoModelForCausalLM.from_config(config_of(name), attn_implementation=attention.NAME).eval()
+    assert cache_elements_per_token(model) == numbers

@@ -8,6 +8,7 @@ layers and no dropout).
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
-from podium.model.forward import head_weight, max_context_tokens
+from podium.model.forward import head_weight, max_context_tokens, text_config
 from podium.model.hub import hub_is_reachable
 from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
@@ -152,6 +153,7 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
             "set it to 'residual'"
         )
     small = check_model(model, settings.name)
+    _tell_of_shorter_context(model.config, settings.name)
     twin = twin_of(model)
     peft = None
     if is_adapter or settings.lora is not False:
@@ -325,6 +327,16 @@ def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+
+
+def _tell_of_shorter_context(config: Any, name: str) -> None:
+    context, longest = max_context_tokens(config), getattr(text_config(config), "max_position_embeddings", None) or 0
+    if context < longest:
+        warnings.warn(
+            f"model.name = {name!r}: prompt and answer may have {context} tokens together, not {longest}: in longer "
+            "texts its rotary embeddings (longrope) turn every token otherwise, also those sampled before",
+            stacklevel=2,
+        )
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
