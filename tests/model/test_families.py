@@ -48,7 +48,7 @@ def test_these_families_are_refused_with_a_sentence(name: str, tmp_path: Path) -
     assert re.search(r"use another (architecture|model)", detail)
 
 
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")  # PEFT, of experts that it cannot adapt
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT, of experts that it cannot adapt
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_fused_experts_have_no_adapter_and_the_advice_for_them_works(name: str, tmp_path: Path) -> None:
     (tmp_path / "every").mkdir()
