@@ -35,7 +35,7 @@ def amounts(text: str) -> list[Amount]:
         return []
     try:
         value, end = read_beginning(text)
-    except (Unreadable, RecursionError):
+    except Unreadable:
         return []
     rest = text[end:].strip()
     if rest:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from podium.reward._math_number import Node
-from podium.reward._math_value import CONSTANTS, DIGITS, Evaluator, NoValue, Value, context
+from podium.reward._math_value import CONSTANTS, DIGITS, Evaluator, NoValue, TooCostly, Value, context
 
 TRIALS = 6
 """Points at which expressions with symbols are compared; the last two are negative where they can be."""
@@ -82,6 +82,8 @@ def sample(point: dict[str, Fraction], *nodes: Node) -> Sample | None:
             if evaluator.largest <= LARGE_BITS or needed <= digits or needed > MAX_DIGITS or evaluator.is_rough:
                 break
             digits = -(-needed // 500) * 500
+    except TooCostly:
+        raise
     except ERRORS:
         return None
     if needed > MAX_DIGITS and not all(isinstance(value, Fraction) for value in values):
@@ -189,6 +191,8 @@ def solves(name: str, value: Node, equation: Node) -> bool:
         right = taken.values[0]
         try:
             at = [Evaluator({**point, name: right + step}, taken.digits)(equation) for step in (0, 1, 2)]
+        except TooCostly:
+            raise
         except ERRORS:
             continue
         if any(isinstance(each, Fraction) is not isinstance(at[0], Fraction) for each in at):

@@ -28,6 +28,7 @@ from podium.reward._math_number import Node, Unreadable, number
 from podium.reward._math_read import read_expression
 from podium.reward._math_region import same_region
 from podium.reward._math_units import CURRENCIES, Unit
+from podium.reward._math_value import BUDGET, Budget, TooCostly
 from podium.reward._math_verify import verified
 
 CHOICE = re.compile(r"\(\s*([A-Z])\s*\)\s*(.*)|([A-Z])\s*(?:\)|[.:](?=\s|$))\s*(.*)", re.DOTALL)
@@ -41,6 +42,17 @@ def same_answer(given: str, expected: str) -> bool:
         return False
     if squeezed(mine) == squeezed(wanted):
         return True
+    token = BUDGET.set(Budget())
+    try:
+        return _is_same(mine, wanted)
+    except (TooCostly, RecursionError):
+        return False
+    finally:
+        BUDGET.reset(token)
+
+
+def _is_same(mine: str, wanted: str) -> bool:
+    """Whether two answers in normal spelling are the same."""
     chosen = _by_choice(mine, wanted)
     if chosen is not None:
         return chosen
@@ -336,7 +348,7 @@ def _is_of_a_function(name: str) -> bool:
 def _nodes(sides: tuple[str, ...]) -> list[Node] | None:
     try:
         return [read_expression(side) for side in sides]
-    except (Unreadable, RecursionError):
+    except Unreadable:
         return None
 
 

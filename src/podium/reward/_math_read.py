@@ -7,10 +7,11 @@ import re
 from fractions import Fraction
 
 from podium.reward._math_form import FUNCTIONS
-from podium.reward._math_number import NUMBER, Node, fail, number, read_number
+from podium.reward._math_number import NUMBER, Node, Unreadable, fail, number, read_number
 from podium.reward._math_units import is_unit
 
 MAX_NESTING = 40
+MAX_FACTORS = 60
 MAX_DETERMINANT = 4
 GREEK = re.compile(
     "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|"
@@ -31,7 +32,10 @@ def read_expression(text: str) -> Node:
 def read_beginning(text: str) -> tuple[Node, int]:
     """The expression that the text begins with, and where it ends."""
     parser = _Parser(text)
-    node = parser.sum()
+    try:
+        node = parser.sum()
+    except RecursionError as error:
+        raise Unreadable(text[:40]) from error
     parser.skip()
     return node, parser.at
 
@@ -85,16 +89,16 @@ class _Parser:
         self.depth += 1
         if self.depth > MAX_NESTING:
             fail("nested too deeply")
-        node = self.product()
+        terms = [self.product()]
         while sign := self.take(r"[+-]"):
             term = self.product()
-            node = Node("add", (node, Node("minus", (term,)) if sign[0] == "-" else term))
+            terms.append(Node("minus", (term,)) if sign[0] == "-" else term)
         self.depth -= 1
-        return node
+        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def product(self) -> Node:
         node = self.signed()
-        while True:
+        for _ in range(MAX_FACTORS):
             if self.take(TIMES):
                 node = Node("times", (node, self.signed()))
             elif self.take(r"/"):
@@ -108,6 +112,7 @@ class _Parser:
                 if _is_plain(node) and factor.kind == "number":
                     fail(self.text[start:])  # 1 2
                 node = Node("times", (node, factor))  # it binds as a product with a sign does, from the left
+        fail("too many factors")
 
     def signed(self) -> Node:
         if sign := self.take(r"[+-]"):

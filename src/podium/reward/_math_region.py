@@ -6,7 +6,7 @@ from typing import Any
 from podium.reward._math_answer import Region
 from podium.reward._math_compare import ERRORS, is_constant, number_of, symbols
 from podium.reward._math_number import Node
-from podium.reward._math_value import Evaluator, NoValue, context
+from podium.reward._math_value import Evaluator, NoValue, TooCostly, context
 
 MAX_ENDS = 60
 NEAR = 1e-12
@@ -22,6 +22,8 @@ def same_region(one: Region, other: Region) -> bool:
         if len(ends) > MAX_ENDS:
             return False
         return all(_holds(one, point) == _holds(other, point) for point in _probes(ends))
+    except TooCostly:
+        raise
     except ERRORS:
         return False
 
@@ -93,6 +95,8 @@ def _relates(left: Node, relation: str, right: Node, point: Any) -> bool:
     evaluator = Evaluator({name: point})
     try:
         one, other = (evaluator.real(evaluator(side)) for side in (left, right))
+    except TooCostly:
+        raise
     except NoValue:
         return False
     if abs(one.imag) > NEAR or abs(other.imag) > NEAR:

@@ -5,8 +5,10 @@ size of its numbers, and what costs too much has no value.
 """
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from math import ceil, comb, factorial, floor, gcd, isqrt, lcm
 from typing import Any
 
@@ -17,8 +19,13 @@ from podium.reward._math_number import Node, number
 DIGITS = 50
 ROUGH_DIGITS = 25
 LIMIT_DIGITS = 80
+MOST_TERMS = 512
 MAX_BITS = 100_000
-MAX_WORK = 3_000_000
+MAX_ROUNDED_BITS = 10_000
+MAX_WORK = 2_000_000
+"""For a comparison as a whole, in steps of about a microsecond."""
+ROUGH_WORK = 300_000
+"""What a numerical method of mpmath is charged, beside the values that it asks for."""
 MAX_FACTORIAL = 5000
 MAX_TERMS = 3000
 Value = Any  # a Fraction, or a number of mpmath
@@ -27,6 +34,20 @@ CONSTANTS = {"pi", "e", "i", "infty"}
 
 class NoValue(ArithmeticError):
     """The expression has no value, or one that costs too much."""
+
+
+class TooCostly(NoValue):
+    """The comparison has used up its work."""
+
+
+class Budget:
+    """Work that is left."""
+
+    def __init__(self) -> None:
+        self.left: float = MAX_WORK
+
+
+BUDGET: ContextVar[Budget] = ContextVar("BUDGET")
 
 
 @cache
@@ -43,7 +64,7 @@ class Evaluator:
     def __init__(self, values: dict[str, Value], digits: int = DIGITS) -> None:
         self.values = values
         self.mp = context(digits)
-        self.work = 0
+        self.budget = BUDGET.get(None) or Budget()
         self.is_rough = False
         """Whether a part was computed by quadrature or extrapolation."""
         self.left_reals = False
@@ -59,23 +80,23 @@ class Evaluator:
         return self.checked(value)
 
     def spend(self, work: float) -> None:
-        self.work += work + 1
-        if self.work > MAX_WORK:
-            raise NoValue("too much work")
+        self.budget.left -= work + 1
+        if self.budget.left < 0:
+            raise TooCostly("too much work")
 
     def checked(self, value: Value) -> Value:
         if isinstance(value, Fraction):
             bits = value.numerator.bit_length() + value.denominator.bit_length()
-            self.spend(bits / 50)
+            self.spend((bits / 100) ** 1.5)
             if bits > MAX_BITS:
                 raise NoValue("too large")
         else:
-            self.spend(20)
+            self.spend(20 + self.mp.dps / 10)
             if self.mp.isnan(value):
                 raise NoValue("not a number")
             if not self.mp.isinf(value) and value:
                 self.largest = max(self.largest, int(self.mp.mag(value)))
-                if self.largest > MAX_BITS:
+                if self.largest > MAX_ROUNDED_BITS:
                     raise NoValue("too large")
         return value
 
@@ -115,9 +136,12 @@ class Evaluator:
             return one, other
         return self.real(one), self.real(other)
 
-    def _add(self, left: Node, right: Node) -> Value:
-        one, other = self.both(left, right)
-        return one + other
+    def _add(self, *terms: Node) -> Value:
+        total: Value = Fraction(0)
+        for value in map(self, terms):
+            exact = isinstance(value, Fraction) and isinstance(total, Fraction)
+            total = self.checked(total + value if exact else self.real(total) + self.real(value))
+        return total
 
     def _times(self, left: Node, right: Node) -> Value:
         one, other = self.both(left, right)
@@ -145,7 +169,7 @@ class Evaluator:
             return base
         if self.mp.im(base) == 0 and self.mp.re(base) < 0 and exponent != int(self.mp.re(exponent)):
             self.left_reals = True
-        if abs(exponent * self.mp.log(abs(base))) > MAX_BITS:
+        if abs(exponent * self.mp.log(abs(base))) > MAX_ROUNDED_BITS:
             raise NoValue("too large")
         return self.mp.power(base, exponent)
 
@@ -239,13 +263,32 @@ class Evaluator:
 
     def _sum(self, variable: str, low: Node, high: Node, body: Node) -> Value:
         if self(high) == self.mp.inf:
-            start = self.integer(self(low))
-            return self._rough(lambda mp, f: mp.nsum(f, [start, mp.inf], method="r+s", maxterms=2000), variable, body)
+            return self._endless_sum(variable, self.integer(self(low)), body)
         total: Value = Fraction(0)
         for term in self._terms(variable, low, high, body):
             exact = isinstance(term, Fraction) and isinstance(total, Fraction)
             total = self.checked(total + term if exact else self.real(total) + self.real(term))
         return total
+
+    def _endless_sum(self, variable: str, first: int, body: Node) -> Value:
+        """By partial sums of 8, 16, … 512 terms, whose errors in 1/n, 1/n², … are eliminated."""
+        before, self.mp, self.is_rough = self.mp, context(LIMIT_DIGITS), True
+        try:
+            total, sums = self.mp.mpf(0), []
+            for count in range(1, MOST_TERMS + 1):
+                total += self.real(self.bound(variable, Fraction(first + count - 1), body))
+                if count >= 8 and count & (count - 1) == 0:
+                    sums.append(total)
+            if abs(sums[-1] - sums[-2]) > 1e-12 * max(1, abs(sums[-1])):
+                last = sums
+                for order in range(1, len(sums)):
+                    last, sums = sums, [high + (high - low) / (2**order - 1) for low, high in pairwise(sums)]
+                sums = [last[-1], sums[-1]]
+        finally:
+            self.mp = before
+        if abs(sums[-1] - sums[-2]) > 1e-9 * max(1, abs(sums[-1])):
+            raise NoValue("a sum that does not converge")
+        return sums[-1]
 
     def _product(self, variable: str, low: Node, high: Node, body: Node) -> Value:
         total: Value = Fraction(1)
@@ -256,7 +299,15 @@ class Evaluator:
 
     def _integral(self, variable: str, low: Node, high: Node, body: Node) -> Value:
         ends = [self.real(self(low)), self.real(self(high))]
-        return self._rough(lambda mp, f: mp.quad(f, ends, maxdegree=6), variable, body)
+        mp = context(ROUGH_DIGITS)
+        if self.mp is mp:
+            raise NoValue("one integral within another")
+        self.spend(ROUGH_WORK)
+        before, self.mp, self.is_rough = self.mp, mp, True
+        try:
+            return +mp.quad(lambda place: self.real(self.bound(variable, place, body)), ends, maxdegree=6)
+        finally:
+            self.mp = before
 
     def _limit(self, variable: str, goal: Node, side: str, body: Node) -> Value:
         """The value close to the goal, if it is one and the same from every side and at two distances."""
@@ -285,19 +336,6 @@ class Evaluator:
             term = Node("times", (cell, Node("determinant", tuple(rest))))
             total = Node("add", (total, Node("minus", (term,)) if column % 2 else term))
         return self(total)
-
-    def _rough(self, method: Callable[[Any, Callable[[Any], Any]], Any], variable: str, body: Node) -> Value:
-        """By a numerical method of mpmath."""
-        mp = context(ROUGH_DIGITS)
-
-        def function(value: Any) -> Any:
-            return self.real(self.bound(variable, Fraction(int(value)) if mp.isint(value) else value, body))
-
-        before, self.mp, self.is_rough = self.mp, mp, True
-        try:
-            return +method(mp, function)
-        finally:
-            self.mp = before
 
 
 def _none(*_: Any) -> Value:
@@ -343,7 +381,7 @@ def _inverse_of(name: str) -> Callable[[Evaluator, Any], Any]:
 
 
 def _exponential(evaluator: Evaluator, value: Any) -> Any:
-    if abs(value) > MAX_BITS:
+    if abs(value) > MAX_ROUNDED_BITS:
         raise NoValue("too large")
     return evaluator.mp.exp(value)
 
