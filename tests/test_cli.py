@@ -352,6 +352,31 @@ def test_a_setting_that_would_make_it_another_run_cannot_change_on_resume(
     assert "is not a setting" in refused(here, capsys, "resume", "run", "--run.steps_more=2")
 
 
+def test_a_length_that_the_learning_rate_decays_over_cannot_change_in_silence(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "good.toml", "--quiet", "--run.steps=1", "--trainer.schedule=linear"]) == 0
+    capsys.readouterr()
+    message = refused(here, capsys, "resume", "run", "--run.steps=2")
+    assert message.startswith(
+        "run.steps changes from 1 to 2 and trainer.schedule = 'linear' decays over the run's length"
+    )
+    assert "after step 1 from 0 to " in message
+    assert cli.main(["resume", "run", "--quiet", "--run.steps=2", "--allow-change", "run.steps"]) == 0
+    assert "warning: run.steps changes from 1 to 2 and trainer.schedule = 'linear'" in capsys.readouterr().err
+
+
+def test_a_setting_that_was_edited_by_hand_is_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
+) -> None:
+    shutil.copytree(finished_run, here / "run")
+    text = (here / "run" / "settings.toml").read_text()
+    lr = tomllib.loads(text)["trainer"]["lr"]
+    (here / "run" / "settings.toml").write_text(re.sub(r"(?m)^lr = .*$", "lr = 0.00123", text))
+    assert cli.main(["resume", "run", "--run.steps=2", "--quiet"]) == 0
+    assert f"warning: trainer.lr changes from {lr!r} to 0.00123" in capsys.readouterr().err
+
+
 def test_a_resume_that_is_refused_leaves_the_run_as_it_was_and_its_lock_free(
     here: Path, capsys: pytest.CaptureFixture[str], finished_run: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The shape of the project: who may import whom, how long a module and a function may be, what loads torch."""
+"""The shape of the project: which part may import which, and what loads torch."""
 
 import ast
 import subprocess
@@ -10,9 +10,11 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-BELOW_STAGES = {"errors", "records", "stages", "model"}
+BELOW_STAGES = {"errors", "files", "records", "stages", "model", "terminal"}
 ALLOWED = {
     "errors": set(),
+    "files": set(),
+    "terminal": set(),
     "plan": set(),
     "temperature": set(),
     "records": {"plan"},
@@ -25,15 +27,17 @@ ALLOWED = {
     "estimates": set(),
     "evaluation": {"estimates", "records", "stages"},
     "scorecard": {"errors", "estimates", "evaluation", "report"},
-    "lookup": {"errors"},
-    "sections": {"errors", "lookup", "loss", "temperature"},
+    "contracts": {"errors"},
+    "names": set(),
+    "lookup": {"contracts", "errors"},
+    "sections": {"contracts", "errors", "lookup", "loss", "names", "temperature"},
     "settings": {"errors", "lookup", "records", "sections"},
-    "run_folder": {"errors"},
+    "run_folder": {"errors", "files"},
     "trained": {"errors", "run_folder", "settings"},
     "reference": {"lookup", "sections"},
     "model_card": {"ledger", "run_folder", "settings"},
     "ledger": {"errors", "run_folder"},
-    "model": {"errors", "records"},
+    "model": {"errors", "files", "records"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES | {"temperature"},
     "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
@@ -46,9 +50,9 @@ ALLOWED = {
     "sync": BELOW_STAGES,
     "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
     "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
-    "checkpoint_files": {"errors"},
-    "resume_rules": {"errors", "lookup", "sections", "settings"},
-    "report": {"errors", "ledger", "records", "run_folder", "stages"},
+    "checkpoint_files": {"errors", "files"},
+    "resume_rules": {"errors", "lookup", "sections", "settings", "trainer"},  # what a schedule makes of a length
+    "report": {"errors", "files", "ledger", "records", "run_folder", "stages", "terminal"},
     "assets": {"data"},
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
@@ -87,14 +91,6 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_nothing_but_the_command_line_imports_the_command_line() -> None:
     assert [path for path in MODULES if "cli" in imported_parts(path)] == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_have_at_most_400_lines_and_functions_60(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
 
 
 @pytest.mark.parametrize("name", ["loop.py", "loop_async.py"])

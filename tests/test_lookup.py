@@ -83,10 +83,10 @@ def test_user_code_is_found_in_a_module_of_the_working_folder(tmp_path: Path, mo
     [
         ("no_such_module:thing", " cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("no/such/file.py:thing", " cannot be imported: ModuleNotFoundError: no file no/such/file.py"),
-        (":thing", " cannot be imported: ValueError: "),
-        ("tests.test_lookup:missing", ": tests.test_lookup has no function or class 'missing'"),
-        ("tests.test_lookup:STAGES", ": tests.test_lookup has no function or class 'STAGES'"),
-        ("tests.test_lookup:", ": tests.test_lookup has no function or class ''"),
+        (":thing", " names no object; give module:object or path.py:object"),
+        ("tests.test_lookup:missing", ": tests.test_lookup has no such function or class"),
+        ("tests.test_lookup:STAGES", ": tests.test_lookup has no such function or class"),
+        ("tests.test_lookup:", " names no object; give module:object or path.py:object"),
     ],
 )
 def test_user_code_that_is_not_there_is_an_input_error(name: str, complaint: str) -> None:

@@ -109,6 +109,33 @@ def test_a_change_is_let_through_told_or_refused(kind: str) -> None:
         assert check_changes(before, after, [key.partition(".")[0]]) == []
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [20, 8])
+def test_a_length_that_a_learning_rate_decays_over_is_refused_with_both_rates(schedule: str, steps: int) -> None:
+    trainer = {"schedule": schedule, "lr": 1e-3}
+    before, after = (settings(run={"steps": length}, trainer=trainer) for length in (10, steps))
+    with pytest.raises(InputError) as caught:
+        check_changes(before, after, step=5)
+    at_5 = {("linear", 20): "7.5e-04", ("linear", 8): "3.75e-04", ("cosine", 20): "8.54e-04", ("cosine", 8): "3.09e-04"}
+    numbers = f"after step 5 from 0.0005 to {float(at_5[schedule, steps]):.3g}"
+    assert f"run.steps changes from 10 to {steps} and trainer.schedule = {schedule!r} decays" in str(caught.value)
+    assert numbers in str(caught.value)
+    assert "--allow-change run.steps" in str(caught.value)
+    [warning] = check_changes(before, after, ["run.steps"], step=5)
+    assert warning.startswith("warning: run.steps changes")
+    assert numbers in warning
+
+
+def test_so_is_a_number_of_epochs_and_a_constant_rate_has_no_length() -> None:
+    linear = {"trainer": {"schedule": "linear"}}
+    with pytest.raises(InputError, match=r"run\.epochs changes from 1 to 2 and trainer\.schedule = 'linear' decays"):
+        check_changes(settings(run={"epochs": 1}, **linear), settings(run={"epochs": 2}, **linear), step=5)
+    with_warmup = {"trainer": {"warmup_steps": 3}}
+    assert check_changes(settings(**with_warmup), settings(run={"steps": 7}, **with_warmup), step=5) == []
+    [warning] = check_changes(settings(**linear), settings(run={"steps": 7}), step=5)
+    assert warning.startswith("warning: trainer.schedule changes from 'linear' to 'constant'")
+
+
 def test_a_choice_that_may_change_takes_its_options_along() -> None:
     assert check_changes(settings(), settings(loss={"name": "dapo"}), ["loss.name"]) == []
 

@@ -122,7 +122,7 @@ async def try_out(settings: Settings) -> Candidate:
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, read_sources(settings.data), policy, settings.plan)
     memory = memory_plan(settings, policy, max(data.lengths))
-    if memory.total > memory.device:
+    if not memory.fits:
         return Candidate(name, failure="there is no room for it beside the trainer")
     prompts = some_of(settings, data.in_order(settings.run.prompts_per_step))
     tokens = min(settings.rollout.options.get("max_new_tokens", MOST_TOKENS), MOST_TOKENS)

@@ -12,6 +12,7 @@ from statistics import fmean
 from uuid import uuid4
 
 from podium.calibrate import without_auto
+from podium.contracts import is_users
 from podium.data._order import OrderedData
 from podium.data._table import data_lines
 from podium.evaluation import held_out_groups
@@ -19,6 +20,7 @@ from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring, too_many_failed
 from podium.reward._thinking import final_answer
+from podium.run import launcher_of
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     build_advantages,
@@ -42,6 +44,9 @@ DRY_RUN_PROMPTS = 2
 
 LONG_S = 24 * 3600
 
+OTHERS_SHARE = 0.05
+"""Of the device's memory in use by other programs, from which on the report tells of it."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -64,6 +69,7 @@ def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem; what `podium train` would refuse is raised as it would."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    launcher_of(settings)  # what cannot be launched is refused as it would be
     settings = without_auto(settings)
     with cpu_team(settings):
         return _check(settings)
@@ -85,11 +91,11 @@ def _check(settings: Settings) -> tuple[str, bool]:
     with closing(scoring):
         groups, trial = asyncio.run(_dry_run(settings, policy, data, scoring, memory))
     parts = [
-        Part("settings", _settings_lines(settings), _settings_notes(settings)),
+        Part("settings", _settings_lines(settings), _settings_notes(settings, policy.device.type)),
         Part("data", data_lines(data, policy.tokenizer, "data"), _data_notes(settings, data)),
         *([Part("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
         _reward_part(settings, groups),
-        Part("memory", _memory_lines(settings, memory), (), _memory_problems(memory)),
+        Part("memory", _memory_lines(settings, memory), (), _memory_problems(settings, memory)),
         _time_part(settings, data, groups, trial),
     ]
     problems = sum(len(part.problems) for part in parts)
@@ -108,7 +114,7 @@ async def _dry_run(
         patient = scoring.for_evaluation(max_failed_share=1.0)  # what fails is told, it ends nothing
         groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
-        trial = None if memory.total > memory.device else await run_trial(settings, policy, engine, a_step, memory)
+        trial = await run_trial(settings, policy, engine, a_step, memory) if memory.fits else None
     return build_advantages(settings)(groups), trial
 
 
@@ -122,12 +128,34 @@ def _settings_lines(settings: Settings) -> list[str]:
     ]
 
 
-def _settings_notes(settings: Settings) -> list[str]:
+def _settings_notes(settings: Settings, device: str) -> list[str]:
+    own = {"sync": settings.sync.name, "runtime": settings.runtime.name}
+    own |= {f"report[{index}]": choice.name for index, choice in enumerate(settings.report)}
+    notes = settings.cautions + [
+        f"{where}.name = {name!r} is your own; its arguments fit, and what it makes is seen only when training starts"
+        for where, name in own.items()
+        if is_users(name)
+    ]
     trainer = settings.trainer.options
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
-        return ["with one update per batch the ratio is 1 and the clip bounds cannot bind"]
-    return []
+        notes.append("with one update per batch the ratio is 1 and the clip bounds cannot bind")
+    if device == "cuda" and _is_all_float32(settings):
+        notes.append(
+            "model.dtype and trainer.precision are 'float32', without TF32: on a GPU that is several times slower than "
+            f"bfloat16 and takes more memory; {_use_bfloat16(settings)}"
+        )
+    return notes
+
+
+def _is_all_float32(settings: Settings) -> bool:
+    return settings.model.dtype == "float32" and settings.trainer.options.get("precision") == "float32"
+
+
+def _use_bfloat16(settings: Settings) -> str:
+    """The settings by which this run would take it."""
+    weights = " or model.dtype = 'bfloat16', which halves the weights too" if settings.model.lora else ""
+    return f"set trainer.precision = 'bfloat16'{weights}"
 
 
 def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
@@ -184,27 +212,35 @@ def _group_lines(group: Group) -> list[str]:
 
 
 def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
-    batch = plan.per_token * plan.max_tokens_per_batch
+    batch = plan.per_token * plan.largest_batch
+    others = plan.device - plan.available
     return [
         f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
         f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
         f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
         f"key-value cache {_size(plan.cache)} for {num_slots(settings)} rollouts of {plan.longest_document} tokens, "
         "prompts too",
-        f"a batch of {plan.max_tokens_per_batch:,} tokens {_size(batch)} "
+        f"a batch of {plan.largest_batch:,} tokens {_size(batch)} "
         f"({_size(plan.per_token)} a token{', with gradient checkpointing' if plan.gradient_checkpointing else ''}), "
         f"logits {_size(plan.logits)}",
-        f"together {_size(plan.total)} of {_size(plan.device)}",
+        f"together {_size(plan.total)} of {_size(plan.available)}, which is what other programs leave of "
+        f"{_size(plan.device)}"
+        if others > OTHERS_SHARE * plan.device
+        else f"together {_size(plan.total)} of {_size(plan.device)}",
     ]
 
 
-def _memory_problems(plan: MemoryPlan) -> list[str]:
-    if plan.total <= plan.device:
+def _memory_problems(settings: Settings, plan: MemoryPlan) -> list[str]:
+    if plan.fits:
         return []
-    return [
-        "too much: lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, or take "
-        "a smaller model"
-    ]
+    half = f"{_use_bfloat16(settings)}, " if _is_all_float32(settings) else ""
+    remedies = (
+        "lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, "
+        f"{half}or take a smaller model"
+    )
+    if plan.total <= plan.device:
+        return [f"too much for what other programs leave: end some of them, {remedies}"]
+    return [f"too much: {remedies}"]
 
 
 def _time_part(settings: Settings, data: OrderedData, groups: Sequence[Group], trial: Trial | None) -> Part:

@@ -45,8 +45,9 @@ class Hooks:
 
     begin: Callable[[], None] = _nothing
     """Called where a run starts at step 0: gives the trainer other weights to start from."""
-    accept: Callable[[str], None] = _nothing
-    """Given the settings of the checkpoint that is restored; raises `InputError` if the run may not go on from them."""
+    accept: Callable[[str, int], None] = _nothing
+    """Given the settings and the step of the checkpoint that is restored; raises `InputError` if the run may not go on
+    from them."""
     committed: Callable[[Path, int], None] = _nothing
     """Given each new checkpoint and its step, in the thread that wrote it."""
     warn: Callable[[str], None] = print
@@ -95,7 +96,7 @@ class FolderCheckpoint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         settings = read_settings(chosen)
         if settings is not None:
-            self._hooks.accept(settings)
+            self._hooks.accept(settings, saved["state"]["step"])
         self._trainer.load_state(read_tensors(chosen))
         listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
         state = RunState(**saved["state"] | listed)

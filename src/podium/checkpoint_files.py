@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError
+from podium.files import open_regular, read_regular
 
 FORMAT = 2
 """2 added the settings and the number of restarts; 1 had neither."""
@@ -39,7 +40,8 @@ def write_checkpoint(
     """
     unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
     try:
-        unfinished.mkdir(parents=True)
+        place.parent.mkdir(exist_ok=True)  # never the run's folder itself, should that be gone
+        unfinished.mkdir()
         save_file(dict(tensors), unfinished / TENSORS)
         (unfinished / STATE).write_text(json.dumps({"format": FORMAT, **saved}))
         (unfinished / SETTINGS).write_text(settings)
@@ -59,7 +61,7 @@ def write_checkpoint(
 def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, or None. A file that is there and cannot be read is an error, not damage."""
     try:
-        text = (checkpoint / MANIFEST).read_text()
+        text = read_regular(checkpoint / MANIFEST).decode()
         files = json.loads(text)
         if not {STATE, TENSORS} <= set(files) or text != _manifest_text(files):
             return f"{MANIFEST} does not list the files that a checkpoint has"
@@ -78,13 +80,13 @@ def find_damage(checkpoint: Path) -> str | None:
 def find_difference(checkpoint: Path, tensors: Mapping[str, Any]) -> str | None:
     """What is not on disk as it was meant, or None. For one just written, while the tensors are still at hand:
     comparing takes a fraction of the time of hashing again."""
-    files = json.loads((checkpoint / MANIFEST).read_text())
+    files = json.loads(read_regular(checkpoint / MANIFEST))
     for name in (STATE, SETTINGS):
         if describe_file(checkpoint / name) != files[name]:
             return f"{name} is not what was written"
     if (checkpoint / TENSORS).stat().st_size != files[TENSORS]["bytes"]:
         return f"{TENSORS} is not as long as it was written"
-    with (checkpoint / TENSORS).open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_COPY) as mapped:
+    with open_regular(checkpoint / TENSORS) as file, mmap(file.fileno(), 0, access=ACCESS_COPY) as mapped:
         return _other_tensors(mapped, tensors)
 
 
@@ -109,7 +111,7 @@ def _other_tensors(mapped: mmap, tensors: Mapping[str, Any]) -> str | None:
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """What `state.json` holds, in today's format."""
-    saved = json.loads((checkpoint / STATE).read_text())
+    saved = json.loads(read_regular(checkpoint / STATE))
     if not 1 <= saved["format"] <= FORMAT:
         raise CheckpointError(
             f"{checkpoint} has format {saved['format']}; this version of Podium reads formats 1 to {FORMAT}: "
@@ -123,12 +125,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_settings(checkpoint: Path) -> str | None:
     """The text of the settings it was written with; None in format 1, which kept none."""
     path = checkpoint / SETTINGS
-    return path.read_text() if path.exists() else None
+    return read_regular(path).decode() if path.exists() else None
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Any]:
     try:
-        return load_file(checkpoint / TENSORS)
+        with open_regular(checkpoint / TENSORS) as file:
+            return load_file(f"/proc/self/fd/{file.fileno()}")  # safetensors opens by name
     except SafetensorError as error:
         raise CheckpointError(f"{checkpoint}: {TENSORS} holds no tensors: {error}") from None
 
@@ -150,8 +153,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    with open_regular(path) as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def flush(path: Path) -> None:

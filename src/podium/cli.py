@@ -5,12 +5,14 @@ import copy
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from podium import __version__
 from podium.errors import InputError, PodiumError
+from podium.terminal import say, warn
 
 DEFAULT_ROWS = 200
 
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.command(options, overrides)
     except PodiumError as error:
-        print(f"podium: {error}", file=sys.stderr)
+        warn(f"podium: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -32,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    code = main()
+    try:
+        code = main()
+    except Exception:  # a defect of ours; what it quotes may be foreign text
+        warn(traceback.format_exc())
+        code = 1
     watch = sys.modules.get("podium.runtime._watch")
     is_stopped = code in (130, 143)
     if is_stopped or (watch is not None and watch.stalled):  # Python would wait for a thread that samples, or hangs
@@ -57,18 +63,23 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     folder = RunFolder.open(options.run)
     before = Settings.from_dict(read_toml(folder.settings))
     settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
-    warnings = check_changes(before, settings, options.allow_change)
+    check_changes(before, settings, options.allow_change, options.step or _last_step(folder))
     for key in options.allow_change:
         if not any(f"{changed}.".startswith(f"{key}.") for changed in changes(before, settings)):
             raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
     if folder.state == "finished" and not overrides and options.step is None:
-        print(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
+        say(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
-    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
     from podium.run import resume as run
 
     allowed = {"step": options.step, "allow_change": options.allow_change}
     return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
+
+
+def _last_step(folder: Any) -> int | None:
+    from podium.checkpoint_files import list_checkpoints, step_of
+
+    return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -94,7 +105,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         text = f"{options.model}\n{text}\n\n{options.against}\n{as_text(results[1])}\n\n{said}"
     if options.out is not None:
         options.out.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    print(json.dumps(flat) if options.json else text)
+    say(json.dumps(flat) if options.json else text)
     return 0
 
 
@@ -123,14 +134,14 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
         from podium.workbench import try_rewards
 
         report, is_good = try_rewards(settings, options.rows or DEFAULT_ROWS)
-        print(report)
+        say(report)
         return 0 if is_good else InputError.exit_code
     if options.rows is not None:
         raise InputError("--rows has no effect without --rewards; add it or remove this one")
     from podium.check import check as run
 
     report, is_good = run(settings)
-    print(report)
+    say(report)
     return 0 if is_good else InputError.exit_code
 
 
@@ -140,10 +151,10 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 
     made = run(options.target, options.out, merge=options.merge, step=options.step)
     for name, size in made.files.items():
-        print(f"{size:>14,}  {name}")
+        say(f"{size:>14,}  {name}")
     if made.gap is not None:
-        print(f"read again and compared with base + adapter: logprobs differ by at most {made.gap:.2g}")
-    print(f"{options.out}: {'a LoRA adapter' if made.kind == 'adapter' else 'a model'}; README.md says how to load it")
+        say(f"read again and compared with base + adapter: logprobs differ by at most {made.gap:.2g}")
+    say(f"{options.out}: {'a LoRA adapter' if made.kind == 'adapter' else 'a model'}; README.md says how to load it")
     return 0
 
 
@@ -159,7 +170,7 @@ def push(options: argparse.Namespace, overrides: list[str]) -> int:
         private=options.private,
         dry_run=options.dry_run,
     ):
-        print(line)
+        say(line)
     return 0
 
 
@@ -182,7 +193,7 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
 
     _refuse(overrides, "report")
     with report_server(options.run, options.port) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)", flush=True)
+        say(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -192,7 +203,7 @@ def report(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
-    print(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
+    say(json.dumps(settings.to_dict(), indent=1) if options.json else settings.to_toml())
     return 0
 
 
@@ -205,17 +216,17 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.stage is not None and options.stage not in every:
         raise InputError(f"{options.stage!r} is not a section; sections: {', '.join(every)}")
     for stage in [options.stage] if options.stage else every:
-        print(stage)
+        say(stage)
         for key, default, help_ in SECTIONS[stage].key_help() if stage in SECTIONS else ():
-            print(f"  {key} = {default}   {help_}")
+            say(f"  {key} = {default}   {help_}")
         if stage not in STAGES:
             continue
         for name in choices(stage):
             thing = find(stage, name)
             module = sys.modules[thing.__module__]
-            print(f"  {name:<14} {(module.__doc__ or '').strip().splitlines()[0]}")
+            say(f"  {name:<14} {(module.__doc__ or '').strip().splitlines()[0]}")
             for option, default, description in option_help(thing):
-                print(f"      {option} = {default}" + (f"   {description}" if description else ""))
+                say(f"      {option} = {default}" + (f"   {description}" if description else ""))
     return 0
 
 

@@ -7,8 +7,8 @@ positional ones are what the runtime hands in, so they can never be set from a f
 
 import importlib
 import importlib.util
-import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -19,8 +19,14 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from podium.contracts import signature_of
 from podium.errors import InputError
 
+MAX_SHOWN = 200
+OF_A_UNION = re.compile(
+    r"[A-Z]|(literal|tuple|list|dict|constrained|function|is-instance)\b[\[-]|(int|float|str|bool)$"
+)
+"""What pydantic puts into the path of a field that may have one of several types; keys begin with a small letter."""
 STAGES = ("data", "rollout", "engine", "reward", "advantage", "loss", "trainer", "sync", "report", "runtime")
 """Folders whose files are choices."""
 
@@ -31,12 +37,14 @@ def choices(stage: str) -> list[str]:
     return sorted(name for _, name, _ in pkgutil.iter_modules([str(folder)]) if not name.startswith("_"))
 
 
-def find(stage: str, name: str) -> Callable[..., Any]:
-    """The function or class that `name` stands for."""
+def find(stage: str, name: str, where: str | None = None) -> Callable[..., Any]:
+    """The function or class that `name` stands for; `where` is the key that names it, by default the stage's name."""
+    where = where or f"{stage}.name"
     if ":" in name:
-        return _find_user_object(stage, name)
+        return _find_user_object(where, name)
     if name not in choices(stage):
-        raise InputError(f"{stage}.name = {name!r} is not known; {_valid(name, choices(stage))}, or a 'module:object'")
+        valid = _valid(name, choices(stage))
+        raise InputError(f"{where} = {shown(repr(name))} is not known; {valid}, or a 'module:object'")
     module = importlib.import_module(f"podium.{stage}.{name}")
     wanted = name.replace("_", "")
     for attribute, thing in vars(module).items():
@@ -46,9 +54,9 @@ def find(stage: str, name: str) -> Callable[..., Any]:
     raise AssertionError(f"{module.__name__} defines no {name}")
 
 
-def option_fields(thing: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+def option_fields(thing: Callable[..., Any], where: str = "") -> dict[str, tuple[Any, Any]]:
     """The options of a function or class: name → (annotation, default), `...` where there is none."""
-    signature = inspect.signature(thing, eval_str=True)
+    signature = signature_of(where or _title(thing), thing)
     return {
         parameter.name: (
             Any if parameter.annotation is parameter.empty else parameter.annotation,
@@ -61,16 +69,34 @@ def option_fields(thing: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 def validate_options(where: str, thing: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """All options of `thing`, those given checked and the others at their defaults."""
-    fields = option_fields(thing)
+    fields = option_fields(thing, where)
     for key in given:
         if key not in fields:
-            raise InputError(f"{where}.{key} is not an option of {_title(thing)}; {_valid(key, sorted(fields))}")
+            valid = _valid(key, sorted(fields))
+            raise InputError(f"{where}.{shown(key)} is not an option of {_title(thing)}; {valid}")
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
     model = create_model("Options", __config__=config, **fields)  # type: ignore[call-overload]
     try:
-        return dict(model(**given))
+        made = dict(model(**given))
     except ValidationError as error:
         raise InputError(describe(error, where)) from None
+    refuse_mixed_up(given, made, where)
+    return made
+
+
+def refuse_mixed_up(given: Any, made: Any, where: str) -> None:
+    """True is no 1 and 1 is no true: pydantic takes one for the other, and nobody means it."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            own = made.get(key) if isinstance(made, Mapping) else getattr(made, str(key), None)
+            refuse_mixed_up(value, own, f"{where}.{key}".strip("."))
+    elif isinstance(given, list) and isinstance(made, (list, tuple)):
+        for index, (value, own) in enumerate(zip(given, made, strict=False)):
+            refuse_mixed_up(value, own, f"{where}[{index}]")
+    elif isinstance(given, bool) and isinstance(made, (int, float)) and not isinstance(made, bool):
+        raise InputError(f"{where} = {str(given).lower()}: input should be a number")
+    elif isinstance(given, (int, float)) and isinstance(made, bool) and not isinstance(given, bool):
+        raise InputError(f"{where} = {given}: input should be true or false")
 
 
 def option_help(thing: Callable[..., Any]) -> list[tuple[str, str, str]]:
@@ -85,28 +111,38 @@ def option_help(thing: Callable[..., Any]) -> list[tuple[str, str, str]]:
 def describe(error: ValidationError, where: str) -> str:
     """The first complaint of pydantic as one line: field, value, what was expected."""
     first = error.errors()[0]
-    field = ".".join([where, *(str(part) for part in first["loc"])]).strip(".")
+    parts = [
+        str(part) for part in first["loc"] if first["type"] == "extra_forbidden" or not OF_A_UNION.match(str(part))
+    ]
+    field = ".".join([where, *parts]).strip(".")
     if first["type"] == "missing":
         return f"{field} is required"
     if not field:  # two fields that do not agree: the message names both
         return str(first.get("ctx", {}).get("error", first["msg"]))
     message = first["msg"].removeprefix("Value error, ")
-    return f"{field} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{shown(field)} = {shown(repr(first['input']))}: {message[0].lower()}{message[1:]}"
 
 
-def _find_user_object(stage: str, name: str) -> Callable[..., Any]:
+def shown(text: str) -> str:
+    """As much of a setting as a message needs."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+def _find_user_object(where: str, name: str) -> Callable[..., Any]:
     place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise InputError(f"{where} = {shown(repr(name))} names no object; give module:object or path.py:object")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    except Exception as error:  # whatever user code raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever user code raises while it is imported
         raise InputError(
-            f"{stage}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
+            f"{where} = {shown(repr(name))} cannot be imported: {type(error).__name__}: {shown(str(error))}; "
             "give module:object or path.py:object"
         ) from None
     registered = (thing for thing in vars(module).values() if getattr(thing, "registered_name", None) == attribute)
     thing = getattr(module, attribute, None) or next(registered, None)
     if not callable(thing):
-        raise InputError(f"{stage}.name = {name!r}: {place} has no function or class {attribute!r}")
+        raise InputError(f"{where} = {shown(repr(name))}: {shown(place)} has no such function or class")
     return thing
 
 

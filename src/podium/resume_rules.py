@@ -2,6 +2,9 @@
 
 free: the run is the same one, longer or told differently. warn: it is the same run, and no longer bit for bit what it
 would have been. refuse: it would be another run; `--allow-change KEY` insists.
+
+The run's length is free unless the learning rate decays over it: then another length is another rate from here on, and
+the change is refused with both rates.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -9,6 +12,7 @@ from typing import Any, Literal
 
 from podium.errors import InputError
 from podium.settings import Settings
+from podium.trainer._schedule import rate_at
 
 Class = Literal["free", "warn", "refuse"]
 
@@ -92,6 +96,10 @@ CLASSES: dict[str, Class] = {
 which are that file's business, and tables within a table."""
 
 
+LENGTHS = ("run.steps", "run.epochs")
+"""Settings whose value a decaying learning rate is stretched over."""
+
+
 def class_of(key: str) -> Class | None:
     """Of a dotted key such as `data.0.path`; the nearest listed name above it counts."""
     parts = [part for part in key.split(".") if not part.isdigit()]
@@ -107,10 +115,24 @@ def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
 
-def check_changes(before: Settings, after: Settings, allowed: Collection[str] = ()) -> list[str]:
-    """Warnings for people; a change that makes it another run is an `InputError` unless it is `allowed`."""
+def check_changes(
+    before: Settings, after: Settings, allowed: Collection[str] = (), step: int | None = None
+) -> list[str]:
+    """Warnings for people; a change that makes it another run is an `InputError` unless it is `allowed`.
+
+    `step`: the one that the run goes on from, where it is known.
+    """
     warnings = []
     for key, (old, new) in changes(before, after).items():
+        if key in LENGTHS and (stretched := _stretched(before, after, step)):
+            told = f"{key} changes from {old!r} to {new!r} and {stretched}"
+            if not _is_allowed(key, allowed):
+                raise InputError(
+                    f"{told}. Keep {key} and start a new run from this one's weights (checkpoint.start_from), add "
+                    f"--trainer.schedule=constant --trainer.lr=RATE, or insist with --allow-change {key}"
+                )
+            warnings.append(f"warning: {told}")
+            continue
         found = class_of(key)
         if found != "free" and not _is_allowed(key, allowed):
             if found != "warn":
@@ -120,6 +142,22 @@ def check_changes(before: Settings, after: Settings, allowed: Collection[str] = 
                 )
             warnings.append(f"warning: {key} changes from {old!r} to {new!r}: from here on it is not the run it was")
     return warnings
+
+
+def _stretched(before: Settings, after: Settings, step: int | None) -> str | None:
+    """What another length does to a learning rate that decays over it; None where it does not decay."""
+    options = after.trainer.options
+    schedule = options.get("schedule", "constant")
+    if schedule == "constant" or before.trainer.options.get("schedule") != schedule:
+        return None  # another schedule is warned of by its own name
+    words = f"trainer.schedule = {schedule!r} decays over the run's length: the learning rate is stretched anew"
+    if step is None or not isinstance(options.get("lr"), float) or before.run.epochs or after.run.epochs:
+        return words
+    old, new = (
+        rate_at(options["lr"], step, warmup_steps=options["warmup_steps"], total_steps=steps, schedule=schedule)
+        for steps in (before.run.steps, after.run.steps)
+    )
+    return f"{words}, after step {step} from {old:.3g} to {new:.3g}"
 
 
 def _is_allowed(key: str, allowed: Collection[str]) -> bool:

@@ -6,7 +6,6 @@ A run here is the loop with everything around it: the folder and its lock, signa
 import asyncio
 import errno
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -18,7 +17,8 @@ from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.calibrate import choose_engine, without_auto
-from podium.errors import CrashLoopError, InputError, RunStopped, StorageError
+from podium.contracts import user_code
+from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
@@ -34,10 +34,11 @@ from podium.runtime._build import (
 )
 from podium.runtime._core import check_ranks
 from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
-from podium.runtime._launch import check_packages, is_rank
+from podium.runtime._launch import check_packages, check_room, is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
 from podium.settings import Settings
+from podium.terminal import warn
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
@@ -78,11 +79,14 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"folder": path})})
     folder = RunFolder(path)
     folder.refuse_if_used()
-    _launcher(settings)  # refuses what cannot be, before an engine is chosen by trying both
+    if not is_rank():  # or each of them would say it
+        for caution in settings.cautions:
+            warn(f"warning: {caution}")
+    launcher_of(settings)  # refuses what cannot be, before an engine is chosen by trying both
     settings, choice = choose_engine(settings)
     if choice:
-        print(choice, file=sys.stderr, flush=True)
-    if launch := _launcher(settings):
+        warn(choice)
+    if launch := launcher_of(settings):
         job = {"folder": None, "step": None, "allow_change": []}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     with cpu_team(settings), StopSignal(settings.run.grace_s) as stop:
@@ -109,7 +113,7 @@ def resume(
 
     Those that make it another run may only differ where `allow_change` names them.
     """
-    if launch := _launcher(settings):
+    if launch := launcher_of(settings):
         job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
         return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
     folder.allowed_changes = tuple(allow_change)
@@ -156,7 +160,7 @@ def _held_out(settings: Settings, weights: Path | None) -> Results:
         return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 
-def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def launcher_of(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """What has this job run elsewhere and gives back its summary; None where this process is the one to run it.
 
     A runtime with a `launcher(settings)` says itself; `runtime.ranks` starts more processes like this one.
@@ -168,6 +172,7 @@ def _launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] 
     if ranks == 1 or starts_ranks_itself or is_rank():
         return None
     check_ranks(settings, ranks)
+    check_room(settings, ranks)
     check_packages(settings)
     return partial(launch_ranks, ranks=ranks)
 
@@ -180,8 +185,12 @@ def _new_path(name: str) -> Path:
 
 
 def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | None, console_mode: str | None) -> Wired:
-    runtime = find("runtime", settings.runtime.name)
-    return runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
+    name, runtime = settings.runtime.name, find("runtime", settings.runtime.name)
+    with user_code("runtime.name", name):
+        wired = runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
+    if not isinstance(wired, Wired):
+        raise InputError(f"runtime.name = {name!r} returned a {type(wired).__name__}, which is no wired run")
+    return wired
 
 
 def _back_off(settings: Settings, folder: RunFolder) -> None:
@@ -220,7 +229,7 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     except BaseException as error:
         named = _named(error, folder)
         if wired.reports.has_started:
-            with suppress(OSError):  # the disk may be what failed
+            with suppress(OSError, StorageError):  # the disk may be what failed
                 wired.reports.fail()
                 folder.fail(f"{type(named).__name__}: {named}")
                 folder.event("failed", error=type(named).__name__, message=str(named))
@@ -247,7 +256,12 @@ def _old_objects_left_alone() -> Iterator[None]:
 
 
 def _named(error: BaseException, folder: RunFolder) -> BaseException:
-    """A disk that failed is told as what it is, wherever it was met."""
+    """A disk that failed, or a folder that is gone, is told as what it is, wherever it was met."""
+    if isinstance(error, (OSError, CheckpointError)):
+        try:
+            folder.check_there()
+        except StorageError as gone:
+            return gone
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return StorageError(
             f"{error.filename or folder.path}: {error.strerror}; the last checkpoint is untouched: make room or mend "

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from podium.errors import InputError
+from podium.errors import InputError, StorageError
+from podium.files import open_regular, read_regular
 
 OUTSIDE = "flyte"
 """What may lie in the folder before the run begins: the store of a runtime that is started around it."""
@@ -39,6 +40,8 @@ class RunFolder:
         self._status = path / "status.json"
         self._restarts = path / "restarts.json"
         self._lock: Any = None
+        self._directory = -1
+        """While it is locked: the folder itself, whatever is at its path."""
         self.allowed_changes: tuple[str, ...] = ()
         """Settings that may differ from the checkpoint's in spite of the rules."""
 
@@ -89,6 +92,7 @@ class RunFolder:
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {socket.gethostname()}")
         handle.flush()
+        self._directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._lock = handle
 
     def unlock(self) -> None:
@@ -96,6 +100,7 @@ class RunFolder:
             with suppress(OSError):  # a full disk: then the lock only looks stale
                 self._lock.truncate(0)
             self._lock.close()
+            os.close(self._directory)
             self._lock = None
 
     @property
@@ -138,7 +143,7 @@ class RunFolder:
 
     def _read_restarts(self) -> dict[str, int]:
         try:
-            return json.loads(self._restarts.read_text())
+            return json.loads(read_regular(self._restarts))
         except (OSError, ValueError):
             return {"total": 0, "in_a_row": 0}
 
@@ -146,8 +151,8 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         """What status.json says; empty where none was written."""
         try:
-            status = json.loads(self._status.read_text())
-        except (OSError, ValueError):
+            status = json.loads(read_regular(self._status))
+        except (OSError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 
@@ -170,8 +175,27 @@ class RunFolder:
 
     def event(self, kind: str, **details: Any) -> None:
         """One line in events.jsonl: what happened, for people and for tests of faults."""
+        self.check_there()
         with self.events.open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
+
+    def check_there(self) -> None:
+        """A run whose folder was deleted must not go on in a new one that lacks all it had written."""
+        if self.is_gone():
+            raise StorageError(
+                f"{self.path} was deleted, moved or emptied while the run wrote to it; what was trained since the last "
+                "copy of it is lost. Put a copy back and resume it, or start a new run"
+            )
+
+    def is_gone(self) -> bool:
+        """Whether the folder that this process locked is not at its path any more, or has nothing left in it."""
+        if self._lock is None:
+            return False
+        try:
+            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._directory))
+        except OSError:
+            return True
+        return not is_same or not ((self.path / "lock").exists() or self.settings.exists())
 
     def has_event(self, kind: str) -> bool:
         """By text: the last line may have been cut off by a kill."""
@@ -185,9 +209,12 @@ class RunFolder:
                 if event["event"] == kind:
                     yield event
 
+    def leftovers(self) -> list[Path]:
+        return [*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")]
+
     def clean_up(self) -> None:
         """Removes what a killed process left: files half-written, and weights on their way to its engine."""
-        for leftover in (*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")):
+        for leftover in self.leftovers():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _what_it_holds(self) -> str:
@@ -201,9 +228,11 @@ class RunFolder:
 
     def is_locked(self) -> bool:
         """Whether a process is at work here; asks without leaving a trace."""
-        if not (self.path / "lock").exists():
+        try:
+            handle = open_regular(self.path / "lock")
+        except OSError:
             return False
-        with (self.path / "lock").open() as handle:
+        with handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -4,15 +4,16 @@ A `Section` has a fixed set of keys. A `Choice` has a `name` that chooses a file
 file's options.
 """
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from podium.contracts import check_call
 from podium.errors import InputError
 from podium.lookup import find, option_fields, validate_options
-from podium.loss._traits import Traits, traits_of
-from podium.temperature import Temperature
+from podium.loss._traits import Traits, refuse_off_policy, traits_of
+from podium.names import ModelName, Place, Word
+from podium.temperature import Temperature, TopP
 
 
 class Keys(BaseModel):
@@ -50,18 +51,21 @@ class Choice(Keys):
     def resolved(self, stage: str, where: str) -> "Choice":
         """The same choice with every option checked and present."""
         found = find(stage, self.name)
-        if clash := set(option_fields(found)) & (set(type(self).model_fields) - {"name"}):
+        if clash := set(option_fields(found, f"{where}.name = {self.name!r}")) & (
+            set(type(self).model_fields) - {"name"}
+        ):
             raise InputError(
                 f"{where}: {self.name} has an option {min(clash)!r}, which is a key of the table; rename it"
             )
         options = validate_options(where, found, self.options)
+        check_call(stage, f"{where}.name", self.name, found, options)
         return type(self).model_validate({**_own_fields(self), **options})
 
 
 class Run(Section):
-    folder: Path | None = None
+    folder: Place | None = None
     """Where the run is kept; by default runs/<time>-<name>."""
-    name: str = "run"
+    name: Word = "run"
     """A word for people."""
     steps: Annotated[int, Field(ge=1)] = 100
     """Trainer steps."""
@@ -113,7 +117,7 @@ class SeparateReference(Section):
 
 
 class Model(Section):
-    name: str = "embedded"
+    name: ModelName = "embedded"
     """"embedded", "smollm2-135m", a folder or a hub name."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights; bfloat16 only under LoRA, whose adapter stays in float32."""
@@ -165,7 +169,7 @@ class LossSection(Choice):
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance to `model.reference`."""
     kl_estimator: Literal["k1", "k2", "k3", "k4"] | None = None
-    """By default k3; kl and kl1 stand for k1, kl2 for k2, kl3 for k3."""
+    """By default k3; kl and kl1 stand for k1, kl2 for k2, kl3 for k3. The expected gradient of k1 is 0 on-policy."""
     kl_in: Literal["loss", "advantage"] | None = None
     """A term of the loss (default), or folded into the advantages."""
     correction: CorrectionSection | Literal[False] | None = None
@@ -175,15 +179,25 @@ class LossSection(Choice):
     @classmethod
     def _aliases(cls, given: Any) -> Any:
         names = {"kl": "k1", "kl1": "k1", "kl2": "k2", "kl3": "k3"}
-        if isinstance(given, dict) and given.get("kl_estimator") in names:
+        if isinstance(given, dict) and isinstance(given.get("kl_estimator"), str) and given["kl_estimator"] in names:
             return {**given, "kl_estimator": names[given["kl_estimator"]]}
         return given
 
-    def completed(self, has_reference: bool, several_updates: bool, max_new_tokens: int) -> "LossSection":
-        """Every key that has an effect filled in; one that would have none, or contradicts the loss, is refused."""
+    def completed(
+        self, has_reference: bool, several_updates: str | None, lag: str | None, max_new_tokens: int
+    ) -> "LossSection":
+        """Every key that has an effect filled in; one that would have none, or contradicts the loss, is refused.
+
+        `several_updates` and `lag` are the settings by which rollouts are trained that another policy wrote.
+        """
         traits = traits_of(find("loss", self.name))
-        if traits.single_update and several_updates:
-            raise InputError(f"loss.name = {self.name!r} has no ratio: it is right for one update per batch only")
+        is_corrected = not traits.corrects_itself and self.old == "auto" and self.correction is not False
+        refuse_off_policy(self.name, traits, self.options, several_updates, None if is_corrected else lag)
+        if lag and self.correction is False and self.old == "auto" and not traits.corrects_itself:
+            raise InputError(
+                f"loss.correction = false with {lag}: nothing corrects for a sampler that is behind the policy; remove "
+                "loss.correction, or set loss.old = 'rollout', whose ratio is against the sampler"
+            )
         changes: dict[str, Any] = {"average": self._average(traits)}
         if self.constant is not None and changes["average"] != "constant":
             raise InputError('loss.constant has no effect without loss.average = "constant"')
@@ -249,11 +263,13 @@ class DataSource(Choice):
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if given is not None and (not is_number or not 0 < given < float("inf")):
             raise ValueError("give a number of rows such as 500, or a share such as 0.5 or 2.0")
+        if isinstance(given, float) and given > 1000:
+            raise ValueError("a share repeats rows at most 1000 times; a number of rows has no decimal point")
         return given
 
 
 class Reward(Choice):
-    weight: float | None = None
+    weight: Annotated[float, Field(ge=-1e30, le=1e30)] | None = None
     """Its share in the sum; by default 1."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Seconds that one call may take in its worker process; by default 10."""
@@ -282,11 +298,11 @@ class Reward(Choice):
 class Scoring(Section):
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Above this share of failed or abstained rewards in a step the run stops."""
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Annotated[float, Field(gt=0, le=1e30)] = 1.0
     """Multiplies the sum of a rollout's rewards."""
     remap: dict[str, str] = {}
     """Other names for rewards that rows name: {gsm8k = "math"} scores with math what the rows call gsm8k."""
-    non_stop_penalty: float | None = None
+    non_stop_penalty: Annotated[float, Field(ge=-1e30, le=1e30)] | None = None
     """Takes the place of the reward of a rollout cut at max_new_tokens, after weights, sums and scale."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that run rewards; by default one a core. They start when they are needed."""
@@ -329,14 +345,14 @@ class Pack(Section):
 class Eval(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: before the first step and after the last."""
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Rollouts per held-out prompt."""
     pass_at: list[Annotated[int, Field(ge=1)]] | None = None
     """The k of pass@k, at most n each; by default n where that is above 1."""
     temperature: Temperature = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Field(ge=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     data: list[DataSource] = []
     """Held-out sources; none: no evaluation."""
 
@@ -351,9 +367,9 @@ class CheckpointSection(Section):
     """Steps between commits; 0 commits only when the run ends."""
     keep: Annotated[int, Field(ge=1)] = 3
     """How many commits stay on disk."""
-    start_from: Path | None = None
+    start_from: Place | None = None
     """A checkpoint, or a run whose newest is taken: the run starts at step 0 with its weights alone."""
-    adapter_from: Path | None = None
+    adapter_from: Place | None = None
     """A LoRA folder, such as a run's final/: the adapter starts with its weights instead of none."""
     on_checkpoint: str | None = None
     """A shell command run after each commit, with PODIUM_RUN, PODIUM_CHECKPOINT and PODIUM_STEP in its environment;

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from podium.errors import InputError
-from podium.lookup import choices, describe, find
+from podium.lookup import choices, describe, find, refuse_mixed_up, shown
 from podium.records import Plan
 from podium.sections import (
     CheckpointSection,
@@ -35,6 +35,8 @@ from podium.sections import (
 
 SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
 SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+MOST_ROLLOUTS = 10_000_000
+"""Under way at a time."""
 CHOICES = ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
 """Sections with one table whose `name` chooses a file."""
 
@@ -69,7 +71,9 @@ class Settings(Section):
     def from_dict(cls, tables: Mapping[str, Any]) -> "Settings":
         """The same from a nested dict."""
         try:
-            return cls.model_validate(tables).resolve()
+            made = cls.model_validate(tables)
+            refuse_mixed_up(tables, made, "")
+            return made.resolve()
         except ValidationError as error:
             raise InputError(_with_choices(cls, error)) from None
 
@@ -93,6 +97,7 @@ class Settings(Section):
     def _sections_agree(self) -> "Settings":
         if self.run.rollouts_per_prompt < 2:
             raise InputError("run.rollouts_per_prompt = 1: a group of one has no baseline; give 2 or more")
+        _refuse_endless_windows(self.plan)
         if self.run.max_lag and self.run.sync_every != 1:
             raise InputError(
                 f"run.max_lag = {self.run.max_lag} with run.sync_every = {self.run.sync_every}: the async loop syncs "
@@ -152,9 +157,11 @@ class Settings(Section):
                 f"trainer.minibatches_per_step = {minibatches}: a step has {self.run.prompts_per_step} groups and "
                 "divides none; lower it or raise run.prompts_per_step"
             )
-        updates = trainer.get("epochs_per_batch", 1) * minibatches
         resolved["loss"] = resolved["loss"].completed(
-            self.model.reference is not None, updates > 1, rollout.get("max_new_tokens", 1)
+            self.model.reference is not None,
+            _several_updates(trainer),
+            _lag(self.run),
+            rollout.get("max_new_tokens", 1),
         )
         lists: dict[str, Any] = {
             stage: [item.resolved(stage, f"{stage}[{index}]") for index, item in enumerate(getattr(self, stage))]
@@ -182,6 +189,18 @@ class Settings(Section):
         return self.sync
 
     @property
+    def cautions(self) -> list[str]:
+        """What is allowed and seldom meant."""
+        found = []
+        if self.loss.kl_beta and self.loss.kl_estimator == "k1":
+            found.append(
+                "loss.kl_estimator = 'k1' keeps nothing near the reference: the expected gradient of this term is 0 "
+                "for rollouts of the policy itself, so it only adds noise; take 'k2' or 'k3', or loss.kl_in = "
+                "'advantage'"
+            )
+        return found
+
+    @property
     def plan(self) -> Plan:
         run = self.run.model_dump(exclude={"folder", "name", "seed", "max_stall_s", "grace_s", "max_restarts"})
         return Plan(**run, max_refills=self.filter.max_refills or 0, retire_pass_rate=self.filter.retire_pass_rate)
@@ -196,6 +215,17 @@ class Settings(Section):
         return tomli_w.dumps(self.to_dict())
 
 
+def _refuse_endless_windows(plan: Plan) -> None:
+    """More rollouts at a time than any machine could hold; the settings' size is a slip then."""
+    prompts = plan.prompts_ahead if plan.max_lag else min(plan.prompts_ahead, plan.steps * plan.prompts_per_step)
+    if (at_once := prompts * plan.rollouts_per_prompt) > MOST_ROLLOUTS:
+        raise InputError(
+            f"run.prompts_per_step = {plan.prompts_per_step} with rollouts_per_prompt = {plan.rollouts_per_prompt}, "
+            f"sync_every = {plan.sync_every} and max_lag = {plan.max_lag} samples {at_once:,} rollouts at a time; at "
+            f"most {MOST_ROLLOUTS:,} are possible: lower one of them"
+        )
+
+
 def _refuse_idle_evaluation(given: Eval) -> None:
     """Keys of `[eval]` that would have no effect."""
     keys = ("every", "n", "pass_at", "temperature", "top_k", "top_p")
@@ -208,6 +238,19 @@ def _refuse_idle_evaluation(given: Eval) -> None:
     for k in given.pass_at or ():
         if k > given.n:
             raise InputError(f"eval.pass_at: pass@{k} needs {k} rollouts a prompt and eval.n = {given.n}")
+
+
+def _several_updates(trainer: Mapping[str, Any]) -> str | None:
+    """The setting by which a rollout is trained by a policy that was updated since the step began."""
+    keys = ("epochs_per_batch", "minibatches_per_step")
+    return next((f"trainer.{key} = {trainer[key]}" for key in keys if trainer.get(key, 1) > 1), None)
+
+
+def _lag(run: Run) -> str | None:
+    """The setting by which the sampler is behind the policy."""
+    if run.max_lag:
+        return f"run.max_lag = {run.max_lag}"
+    return f"run.sync_every = {run.sync_every}" if run.sync_every != 1 else None
 
 
 def _refuse_idle_sums(model: Model, precision: str | None) -> None:
@@ -286,7 +329,7 @@ def override(tables: dict[str, Any], flags: Iterable[str]) -> dict[str, Any]:
             fields = Settings.model_fields.items()
             places = [name for name, field in fields if key in getattr(type(field.default), "model_fields", {})]
             hint = f"; did you mean --{places[0]}.{key}?" if places else ""
-            raise InputError(f"{flag!r} is not an override; write --section.key=value{hint}")
+            raise InputError(f"{shown(repr(flag))} is not an override; write --section.key=value{hint}")
         *path, last = key.split(".")
         place: Any = tables
         for part in path:
@@ -294,7 +337,7 @@ def override(tables: dict[str, Any], flags: Iterable[str]) -> dict[str, Any]:
         if isinstance(place, list):
             place = _step_into(place, "0", flag) if len(place) == 1 else _step_into(place, last, flag)
         if not isinstance(place, dict):
-            raise InputError(f"{flag!r}: {'.'.join(path)} is not a table")
+            raise InputError(f"{shown(repr(flag))}: {'.'.join(path)} is not a table")
         place[last] = _value(raw)
     return tables
 
@@ -304,10 +347,12 @@ def _step_into(place: Any, part: str, flag: str) -> Any:
         place = place[0]
     if isinstance(place, list):
         if not part.isdigit() or int(part) >= len(place):
-            raise InputError(f"{flag!r}: there are {len(place)} tables; name one by its index, 0 to {len(place) - 1}")
+            raise InputError(
+                f"{shown(repr(flag))}: there are {len(place)} tables; name one by its index, 0 to {len(place) - 1}"
+            )
         return place[int(part)]
     if not isinstance(place, dict):
-        raise InputError(f"{flag!r}: {part!r} is inside a value that is not a table")
+        raise InputError(f"{shown(repr(flag))}: {part!r} is inside a value that is not a table")
     if isinstance(place.get(part), bool) or place.get(part) == []:
         del place[part]  # `lora = false` or `data = []` in the file, `--model.lora.r=8` on the command line
     return place.setdefault(part, [{}] if part in ("data", "reward", "report") else {})
@@ -335,4 +380,4 @@ def _with_choices(model: type[BaseModel], error: ValidationError) -> str:
         elif part == "lora":
             model = Lora
     where = ".".join(str(part) for part in first["loc"] if part not in ("Lora", "literal[False]"))
-    return f"{where} is not a setting; valid here: {', '.join(sorted(model.model_fields))}"
+    return f"{shown(where) or repr(where)} is not a setting; valid here: {', '.join(sorted(model.model_fields))}"

@@ -53,7 +53,9 @@ class Engine(Protocol):
     Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
     own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one
     that can keep its weights while answers are being written has `in_flight`, which is set where they may change; one
-    made of several has `score_each(token_ids)`; one that has something to tell on the way is given an `on_event`.
+    made of several has `score_each(token_ids)`; one that can show the tensors that it samples with has `held()`, or
+    `held_each()`, and each push is then proven to the last bit (model/evidence.py); one that has something to tell on
+    the way is given an `on_event`.
     """
 
     policy_version: int | None

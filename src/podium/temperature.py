@@ -1,10 +1,11 @@
-"""The temperatures that rollouts can be sampled at, the same in settings and in requests to a server."""
+"""The temperatures and shares of probability that rollouts can be sampled at."""
 
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 MIN_TEMPERATURE = 1e-3
+MIN_TOP_P = 1e-6
 
 
 def sane_temperature(temperature: float) -> float:
@@ -14,4 +15,12 @@ def sane_temperature(temperature: float) -> float:
     return temperature
 
 
+def sane_top_p(top_p: float) -> float:
+    """Less is 0 beside the rounding of a sum of probabilities, and would leave no token."""
+    if top_p < MIN_TOP_P:
+        raise ValueError(f"give at least {MIN_TOP_P:g}; for the likeliest token alone set temperature = 0")
+    return top_p
+
+
+TopP = Annotated[float, Field(gt=0, le=1), AfterValidator(sane_top_p)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(sane_temperature)]

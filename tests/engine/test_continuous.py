@@ -12,6 +12,7 @@ from podium.engine._cuda.joined import join_weights
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, twin_of
+from podium.model.memory import cache_elements_per_token
 from podium.records import Answer, Request, Sampling
 from tests.engine.test_inprocess import EOS, SAMPLING, generate, policy, requests
 from tests.model.test_attention import SHAPES, a_model
@@ -96,7 +97,7 @@ def test_fewer_rollouts_at_once_where_memory_is_short(monkeypatch: pytest.Monkey
     tight = Continuous(policy().twin, 512, None)
     step = tight.reserve(requests(9, 8), SAMPLING)
     assert step.capacity.slots < slots
-    assert step.capacity.cache_bytes(policy().twin.config, torch.float32) <= 0.3 * 2e7
+    assert step.capacity.cache_bytes(4 * cache_elements_per_token(policy().twin), policy().vocabulary) <= 0.3 * 2e7
     assert_same(
         continuous(requests(9, 8), SAMPLING, made=tight), generate(Inprocess(policy()), requests(9, 8), SAMPLING)
     )

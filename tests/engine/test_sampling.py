@@ -61,6 +61,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert set(many(Sampling(top_p=0.5))[0].tolist()) == {0}
 
 
+@pytest.mark.parametrize("top_p", [1e-46, 1e-300, 5e-324])
+def test_a_top_p_that_is_0_in_float32_keeps_the_likeliest(top_p: float) -> None:
+    ids, logprobs = many(Sampling(top_p=top_p), count=100)
+    assert set(ids.tolist()) == {0}
+    assert logprobs.tolist() == [0.0] * 100
+
+
 def test_greedy_takes_the_likeliest() -> None:
     ids, logprobs = many(Sampling(temperature=0), 10)
     assert ids.tolist() == [0] * 10

@@ -39,6 +39,44 @@ REFUSED = {
     "several updates without a ratio": (
         {"loss": {"name": "mean_logprob"}, "trainer": {"epochs_per_batch": 2}}, "right for one update per batch only",
     ),
+    "several minibatches without a ratio": (
+        {"loss": {"name": "mean_logprob"}, "trainer": {"minibatches_per_step": 2}},
+        "not with trainer.minibatches_per_step = 2",
+    ),
+    "a lag without a ratio": (
+        {"loss": {"name": "mean_logprob"}, "run": {"max_lag": 1}}, "not with run.max_lag = 1",
+    ),
+    "rollouts in flight without a ratio": (
+        {"loss": {"name": "mean_logprob"}, "run": {"max_lag": 2, "in_flight": True}}, "not with run.max_lag = 2",
+    ),
+    "a window without a ratio": (
+        {"loss": {"name": "mean_logprob"}, "run": {"sync_every": 2}}, "not with run.sync_every = 2",
+    ),
+    "no sync without a ratio": (
+        {"loss": {"name": "mean_logprob"}, "run": {"sync_every": 0}}, "not with run.sync_every = 0",
+    ),
+    "reinforce without its ratio, several updates": (
+        {"loss": {"name": "reinforce", "ratio": False}, "trainer": {"epochs_per_batch": 2}},
+        "loss.name = 'reinforce' with loss.ratio = False has no ratio",
+    ),
+    "reinforce without its ratio, a lag": (
+        {"loss": {"name": "reinforce", "ratio": False}, "run": {"max_lag": 1}}, "not with run.max_lag = 1",
+    ),
+    "reinforce without its ratio, a window": (
+        {"loss": {"name": "reinforce", "ratio": False}, "run": {"sync_every": 4}}, "not with run.sync_every = 4",
+    ),
+    "dro without its penalty, several updates": (
+        {"loss": {"name": "dro", "beta": 0}, "trainer": {"epochs_per_batch": 2}}, "loss.beta = 0.0 has no ratio",
+    ),
+    "dro without its penalty, a lag that nothing corrects": (
+        {"loss": {"name": "dro", "beta": 0, "old": "rollout"}, "run": {"max_lag": 1}}, "not with run.max_lag = 1",
+    ),
+    "a lag that nothing corrects": (
+        {"loss": {"correction": False}, "run": {"max_lag": 1}}, "nothing corrects for a sampler that is behind",
+    ),
+    "a window that nothing corrects": (
+        {"loss": {"name": "cispo", "correction": False}, "run": {"sync_every": 2}}, "set loss.old = 'rollout'",
+    ),
     "band below one": ({"loss": {"correction": {"band": 0.5}}}, "loss.correction"),
 }  # fmt: skip
 
@@ -88,6 +126,29 @@ def test_what_the_section_says_reaches_the_objective() -> None:
     assert (objective.correction.cap, objective.correction.band, objective.correction.sequence_band) == (5.0, 3.0, None)
     assert reference is not None
     assert (reference.alpha, reference.every) == (0.1, 4)
+
+
+OFF_POLICY = {"several updates": {"trainer": {"epochs_per_batch": 2}}, "a lag": {"run": {"max_lag": 1}}}
+
+
+@pytest.mark.parametrize("way", OFF_POLICY)
+@pytest.mark.parametrize("name", [name for name in choices("loss") if name != "mean_logprob"])
+def test_losses_that_correct_for_another_policy_may_train_its_rollouts(name: str, way: str) -> None:
+    assert made({"name": name}, **OFF_POLICY[way]).loss.name == name
+    against_sampler = made({"name": name, "old": "rollout"}, **OFF_POLICY[way])
+    assert Settings.from_dict(against_sampler.to_dict()) == against_sampler
+
+
+def test_dro_without_its_penalty_may_lag_where_the_lag_is_corrected_for() -> None:
+    assert made({"name": "dro", "beta": 0}, run={"max_lag": 1}).loss.correction
+
+
+def test_an_estimator_whose_expected_gradient_is_0_is_warned_of() -> None:
+    reference = {"reference": "initial"}
+    [caution] = made({"kl_beta": 0.1, "kl_estimator": "kl"}, model=reference).cautions
+    assert "loss.kl_estimator = 'k1' keeps nothing near the reference" in caution
+    for other in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k4"}, {"kl_in": "advantage"}):
+        assert made({"kl_beta": 0.1, **other}, model=reference).cautions == []
 
 
 def test_without_a_kl_no_reference_is_made() -> None:

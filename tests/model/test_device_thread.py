@@ -367,7 +367,7 @@ def test_an_engine_is_made_without_the_team_that_it_works_with(
     monkeypatch.setattr(Inprocess, "_check_decoding", seen_made)
     monkeypatch.setattr(Inprocess, "_prefill", seen_drawn)
     job(small)
-    assert SEEN == [1]
+    assert set(SEEN) == {1}  # with the engine that is tried out on the small copy
     assert at_work == {2}
     assert threads_there(here) == 2
 

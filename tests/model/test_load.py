@@ -1,5 +1,6 @@
 """What loads, what is refused, and that a model folder can bring no code."""
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_chosen_layers_only_get_an_adapter() -> None:
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(InputError, match=r"model\.lora\.targets = \['nowhere'\]"):
         load_policy(a_section(lora={"targets": ["nowhere"]}), seed=0)
+
+
+def test_a_rank_above_the_widest_layer_is_refused_before_it_is_allocated() -> None:
+    """The embedded model's widest layer has 320 outputs (intermediate size), its embedding aside."""
+    with pytest.raises(InputError, match=r"model\.lora\.r = 1000000000: the widest layer of this model has 320 "):
+        load_policy(a_section(lora={"r": 1_000_000_000}), seed=0)
+    assert load_policy(a_section(lora={"r": 320}), seed=0).peft is not None
+
+
+def test_the_names_of_adapted_layers_are_written_in_order(tmp_path: Path) -> None:
+    """PEFT holds them in a set, whose order is another in each process."""
+    policy = load_policy(a_section(), seed=0)
+    policy.save(str(tmp_path))
+    written = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert written == sorted(written)
+    assert len(written) == 2 * 7  # two layers: q, k, v, o, gate, up, down
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,14 @@ def score(text: str, answer: object = "85", *, fallback: bool = False) -> float:
         ("#### 84", 0.2),
         ("#### -85", 0.2),
         ("#### 85.5", 0.0),  # no integer follows
+        ("#### 85.0", 0.0),
+        ("#### 85/1", 0.0),
+        ("#### 170/2", 0.0),
+        ("#### 85,000", 0.2),  # another number, not 85
+        ("#### 85 000", 0.2),
+        ("#### 85{,}000", 0.2),
+        (r"#### 85\,000", 0.2),
+        ("#### –85", 0.2),
         ("#### x85", 0.0),
         ("####", 0.0),
         ("85", 0.0),
@@ -56,6 +64,13 @@ def test_negative_answers_are_compared_as_numbers() -> None:
     assert score("#### -4", "-4") == 1.2
     assert score("#### 4", "-4") == 0.2
     assert score("#### -4", -4) == 1.2
+    assert score("#### –4", "-4") == score("#### −4", "-4") == 1.2
+
+
+@pytest.mark.parametrize("text", ["#### 12,000", "#### 12000", "#### 12 000", "#### 12{,}000", r"#### 12\,000"])
+def test_groups_of_three_digits_are_one_integer(text: str) -> None:
+    assert score(text, "12000") == 1.2
+    assert score(text, "12") == 0.2
 
 
 def test_an_expected_answer_that_is_no_integer_raises() -> None:

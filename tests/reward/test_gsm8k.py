@@ -9,6 +9,7 @@ from podium.records import Row
 from podium.reward._contract import declared_range
 from podium.reward.gsm8k import check, gsm8k
 from tests.builders import make_prompt, make_rollout
+from tests.reward.math_judged import GSM8K_RIGHT, GSM8K_WRONG
 
 DATA = Path(os.environ.get("PODIUM_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
 
@@ -59,6 +60,24 @@ def score(text: str, answer: object = "18") -> float:
 )
 def test_the_last_number_is_compared(text: str, answer: object, expected: float) -> None:
     assert score(text, answer) == expected
+
+
+@pytest.mark.parametrize(("label", "text"), GSM8K_RIGHT)
+def test_right_answers_judged_by_hand(label: str, text: str) -> None:
+    assert score(text, label) == 1
+
+
+@pytest.mark.parametrize(("label", "text"), GSM8K_WRONG)
+def test_wrong_answers_judged_by_hand(label: str, text: str) -> None:
+    assert score(text, label) == 0
+
+
+@pytest.mark.parametrize(
+    "answer", ["12:30", "10^6", "5-10", "(3,4)", "#### 3:4", "1.5/2", "1.5 million", "#### 12 dozen"]
+)
+def test_an_answer_of_several_numbers_is_refused(answer: str) -> None:
+    with pytest.raises(InputError, match="is not a single number in digits; give one such as"):
+        check(Row.from_text("?", answer=answer))
 
 
 def test_numbers_that_no_integer_should_be_made_of_are_compared_too() -> None:

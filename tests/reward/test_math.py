@@ -11,6 +11,7 @@ from podium.reward._math_text import find_answer, last_boxed
 from podium.reward.math import math
 from podium.reward.strict_math import strict_math
 from tests.builders import make_prompt, make_rollout
+from tests.reward.math_judged import RIGHT, WRONG
 from tests.reward.math_pairs import EQUAL, UNEQUAL
 
 PAIRS = [
@@ -21,12 +22,21 @@ PAIRS = [
 ]
 
 
+JUDGED = [
+    pytest.param(text, label, verdict, id=f"{kind}: {text} {'is' if verdict else 'is not'} {label}")
+    for verdict, table in ((True, RIGHT), (False, WRONG))
+    for kind, pairs in table.items()
+    for label, text in pairs
+]
+
+
 def score(text: str, answer: object) -> float:
     return math(make_prompt(answer=answer), make_rollout(text))
 
 
 def test_there_are_pairs_enough() -> None:
     assert len(PAIRS) >= 200
+    assert len(JUDGED) >= 600
     assert sum(map(len, UNEQUAL.values())) >= 80
 
 
@@ -34,6 +44,11 @@ def test_there_are_pairs_enough() -> None:
 def test_pairs_judged_by_hand(given: str, expected: str, verdict: bool) -> None:
     assert same_answer(given, expected) is verdict
     assert score(rf"So it is $\boxed{{{given}}}$.", expected) == verdict
+
+
+@pytest.mark.parametrize(("text", "label", "verdict"), JUDGED)
+def test_whole_answers_judged_by_hand(text: str, label: str, verdict: bool) -> None:
+    assert score(text, label) == verdict
 
 
 @pytest.mark.parametrize(
@@ -92,7 +107,13 @@ def test_the_answer_is_found_in_the_text(text: str, answer: object, expected: fl
         ("$5$", 0),
         ("5", 0),
         (r"\boxed{5", 0),
-        (r"\boxed5", 0),
+        (r"\boxed5", 1),
+        (r"\boxed 5", 1),
+        (r"so $\boxed 5$.", 1),
+        (r"\boxed \frac{10}{2}.", 1),
+        (r"\boxed{5}, which stands in a \boxed as it should", 1),
+        (r"\boxed{4}, \boxed{5}", 0),  # a list
+        (r"\boxed{4} and \boxed{5}", 0),
         ("", 0),
     ],
 )

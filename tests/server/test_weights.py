@@ -23,6 +23,7 @@ from podium.server.refusal import Refusal
 from podium.server.weights import locate
 from tests.server.serving import Running
 from tests.server.test_abuse import Canary
+from tests.test_files import put_socket
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,12 @@ def edit_config(folder: Path, **changes: Any) -> None:
     rewrite_manifest(folder)
 
 
+def make_fifo(path: Path) -> None:
+    """Whoever opens it to read waits for a writer."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE: dict[str, Any] = {
     "a flipped bit": flip_a_bit,
     "cut short": lambda folder: os.truncate(folder / "adapter_model.safetensors", 1000),
@@ -125,6 +132,11 @@ DAMAGE: dict[str, Any] = {
     "targets by pattern": lambda folder: edit_config(folder, target_modules="(a+)+$"),
     "targets that are not there": lambda folder: edit_config(folder, target_modules=["nothing_proj"]),
     "gone": shutil.rmtree,
+    "a FIFO as the manifest": lambda folder: make_fifo(manifest_of(folder)),
+    "a FIFO as the configuration": lambda folder: make_fifo(folder / "adapter_config.json"),
+    "a FIFO as the tensors": lambda folder: make_fifo(folder / "adapter_model.safetensors"),
+    "a folder as the manifest": lambda folder: (manifest_of(folder).unlink(), manifest_of(folder).mkdir()),
+    "a socket as the manifest": lambda folder: (manifest_of(folder).unlink(), put_socket(manifest_of(folder))),
 }
 
 

@@ -15,6 +15,7 @@ from podium.model.load import Policy, load_policy
 from podium.sections import Model
 from podium.settings import Settings
 from podium.sync._delivery import Delivery
+from podium.sync._probe import Noise
 from podium.sync.adapter import Adapter
 from podium.sync.disk import Disk
 
@@ -50,7 +51,7 @@ def nudge(policy: Policy) -> None:
 @pytest.mark.parametrize("lora", [True, False], ids=["adapter", "disk"])
 def test_weights_arrive_through_the_folder_and_only_two_folders_stay(lora: bool, tmp_path: Path) -> None:
     policy, engine = a_pair(lora)
-    delivery = Delivery(Standing(policy), engine, policy, PROBE, 1e-4, tmp_path)  # type: ignore[arg-type]
+    delivery = Delivery(Standing(policy), engine, policy, PROBE, Noise("float32"), tmp_path)  # type: ignore[arg-type]
     channel = Adapter(delivery) if lora else Disk(delivery)
     for version in range(4):
         nudge(policy)
@@ -64,7 +65,7 @@ def test_weights_arrive_through_the_folder_and_only_two_folders_stay(lora: bool,
 
 def test_an_engine_that_refuses_a_folder_keeps_its_weights(tmp_path: Path) -> None:
     policy, engine = a_pair(lora=True)
-    delivery = Delivery(Standing(policy), engine, policy, PROBE, 1e-4, tmp_path)  # type: ignore[arg-type]
+    delivery = Delivery(Standing(policy), engine, policy, PROBE, Noise("float32"), tmp_path)  # type: ignore[arg-type]
     asyncio.run(Adapter(delivery).push(0))
     before = asyncio.run(engine.score(PROBE))
     nudge(policy)
@@ -90,7 +91,7 @@ def test_pushes_that_overlap_wait_for_each_other() -> None:
     async def both() -> None:
         from podium.sync.shared import Shared
 
-        channel = Shared(Delivery(Standing(policy), engine, policy, PROBE, 1e-4, Path()))  # type: ignore[arg-type]
+        channel = Shared(Delivery(Standing(policy), engine, policy, PROBE, Noise("float32"), Path()))  # type: ignore[arg-type]
         await asyncio.gather(channel.push(1), channel.push(2), channel.push(2))
 
     asyncio.run(engine.load_weights(policy.named_weights(), 0))
@@ -153,4 +154,4 @@ def test_a_run_through_folders_is_the_run_through_memory(tmp_path: Path) -> None
 def test_scope_engine_needs_an_engine_that_outlives_the_run(tmp_path: Path) -> None:
     policy, engine = a_pair(lora=True)
     with pytest.raises(InputError, match=r"sync\.scope = 'engine' has no effect"):
-        Adapter(Delivery(Standing(policy), engine, policy, PROBE, 1e-4, tmp_path), scope="engine")  # type: ignore
+        Adapter(Delivery(Standing(policy), engine, policy, PROBE, Noise("float32"), tmp_path), scope="engine")  # type: ignore

@@ -21,6 +21,7 @@ from podium.sections import Model
 from podium.settings import Settings
 from podium.sync import nccl
 from podium.sync._delivery import Delivery
+from podium.sync._probe import Noise
 from podium.sync.nccl import Nccl, check_devices, update_info
 
 
@@ -74,7 +75,7 @@ class Group:
 
 
 def delivery(engine: Any, policy: Policy) -> Delivery:
-    return Delivery(Near(policy), engine, policy, [1, 2, 3], 1e-4, Path("nowhere"))  # type: ignore[arg-type]
+    return Delivery(Near(policy), engine, policy, [1, 2, 3], Noise("float32"), Path("nowhere"))  # type: ignore[arg-type]
 
 
 @pytest.fixture

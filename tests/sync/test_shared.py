@@ -7,6 +7,7 @@ import pytest
 
 from podium.errors import ParityError
 from podium.sync._delivery import Delivery
+from podium.sync._probe import Noise
 from podium.sync.shared import Shared
 from tests.fakes import FakeEngine
 
@@ -34,7 +35,7 @@ def an_engine() -> FakeEngine:
 def a_sync(engine: FakeEngine, logprob: float) -> Shared:
     trainer: Any = ScoringTrainer(logprob)
     policy: Any = None
-    return Shared(Delivery(trainer, engine, policy, [1, 2, 3], 1e-4, Path()))
+    return Shared(Delivery(trainer, engine, policy, [1, 2, 3], Noise("float32"), Path()))
 
 
 def test_a_push_loads_and_proves() -> None:

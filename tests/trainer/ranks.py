@@ -220,6 +220,32 @@ def step_without_memory(name: str, options: dict[str, Any], rank: int = 0, ranks
     return dict(asyncio.run(trainer.step(batches[rank::ranks])).metrics)
 
 
+def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks: int = 1) -> str:
+    """A run as `podium train` has it, or its resume; rank 0 leads and the other follows until it is told to end."""
+    from podium import run
+    from podium.run_folder import RunFolder
+    from podium.runtime._build import read_sources
+    from podium.runtime._core import serve_rank
+    from podium.runtime._ranks import join
+    from podium.settings import Settings
+
+    settings = Settings.from_dict(tables)
+    if ranks > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": "test"}
+        os.environ |= {name: str(value) for name, value in names.items()}
+    if rank:
+        serve_rank(settings, read_sources(settings.data), join())
+        return "followed"
+    try:
+        if resume:
+            return run.resume(settings, RunFolder.open(Path(tables["run"]["folder"]))).state
+        return run.train(settings).state
+    finally:
+        if ranks > 1:
+            with join().order("end"):
+                pass
+
+
 class Pair:
     """Ranks 0 and 1. They meet in a file, so no port has to be free."""
 

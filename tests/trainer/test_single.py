@@ -106,6 +106,36 @@ def test_the_logprobs_of_each_rollout_are_those_before_the_update(split: list[li
         assert found[key] == pytest.approx(logprobs, abs=1e-5)
 
 
+SEVERAL_UPDATES = [
+    {"epochs_per_batch": 3},
+    {"minibatches_per_step": 2},
+    {"epochs_per_batch": 2, "minibatches_per_step": 2},
+]
+
+
+@pytest.mark.parametrize("old", ["auto", "rollout"])
+@pytest.mark.parametrize("options", SEVERAL_UPDATES)
+def test_the_mismatch_is_that_before_the_first_update(options: dict, old: str) -> None:
+    """The policy moves far between the updates of a step, and its sampler is not to blame."""
+
+    def taken(objective: Objective, **options) -> dict[str, float]:
+        trainer = a_trainer(loss=objective, lr=1e-2, **options)
+        group = a_group(trainer)
+        groups = [group, replace(group, prompt=replace(group.prompt, ordinal=1))]
+        made = pack(
+            groups, max_tokens_per_batch=60, temperature=1.0, minibatches=options.get("minibatches_per_step", 1)
+        )
+        result = asyncio.run(trainer.step(made))
+        assert result.metrics["optim/updates"] == math.prod(options.values())
+        before = [gap for logprobs in result.policy_logprobs.values() for gap in logprobs]
+        return {"logprobs": sum(before) / len(before)} | {
+            name: value for name, value in result.metrics.items() if name.startswith("mismatch/")
+        }
+
+    objective = Objective(grpo, old=old)  # type: ignore[arg-type]
+    assert taken(objective, **options) == pytest.approx(taken(objective), abs=1e-5)
+
+
 def test_no_batch_makes_no_update() -> None:
     trainer = a_trainer()
     before = trained(trainer)

@@ -29,6 +29,10 @@ class PackedLinear(torch.nn.Module):
     def pack(self, weight: torch.Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
 
+    def unpacked(self) -> torch.Tensor:
+        """The weights that it computes with, in their plain order."""
+        return self._packed.to_dense()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 

@@ -86,7 +86,9 @@ def _restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered, places = logits.sort(dim=-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, before >= sampling.top_p)
+        is_beyond = before >= sampling.top_p
+        is_beyond[:, 0] = False  # the likeliest stays, even where top_p is 0 in the precision of the logits
+        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, is_beyond)
         logits = logits.masked_fill(outside, -torch.inf)
     return logits
 

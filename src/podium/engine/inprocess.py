@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import torch
@@ -32,18 +33,21 @@ from podium.engine._cuda.continuous import Continuous
 from podium.engine._cuda.joined import join_weights
 from podium.engine._cuda.replayed_score import ReplayedScore
 from podium.engine._draft import Draft
+from podium.engine._evidence import Halves, held_adapter, held_full, merged
 from podium.engine._packed import PackedLinear, pack_layers
 from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
+from podium.engine._small_trial import refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.errors import InputError
 from podium.model.device_thread import SHARED, beside_the_trainer
-from podium.model.forward import head_weight, sequence_logprobs, softcap
+from podium.model.evidence import Held
+from podium.model.forward import decoder_states, head_weight, sequence_logprobs, softcap
 from podium.model.handoff import read_published
 from podium.model.load import Policy
 from podium.model.logprobs import capped, logits_of
 from podium.model.products import ExactLinear, is_plain_linear
-from podium.model.self_check import TOLERANCE
+from podium.model.self_check import SMALL_TOLERANCE, tolerance
 from podium.records import Answer, Request, Sampling
 
 PROBE, PROBE_SAMPLING = Request(0, tuple(range(1, 6)), (1, 2)), Sampling(max_new_tokens=4)
@@ -92,6 +96,8 @@ class Inprocess:
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
+        self._laid: dict[str, Halves] = {}
+        """The adapter that was laid over each of them last."""
         self._packed: list[PackedLinear] = []
         if snapshot and policy.peft is None:
             for module in self._model.modules():
@@ -99,6 +105,7 @@ class Inprocess:
                     setattr(module, name, _frozen(parameter.detach().clone()))
             self._model.tie_weights()
         ranks = {name.rpartition(".lora_")[0]: len(a) for name, a in policy.named_weights() if name.endswith(".lora_A")}
+        self._adapted = list(ranks)
         if self._compute_dtype is not None:
             self._halve(ranks)
         elif self._model is not self._trained:
@@ -108,6 +115,9 @@ class Inprocess:
                 self._base[layer] = module.weight.detach()  # type: ignore[union-attr]
                 if not isinstance(module, PackedLinear):
                     module.weight = _frozen(self._base[layer].clone())
+        self._small = small_policy(policy)
+        self._allowed_gap = tolerance(self._model, self._compute_dtype or self._model.dtype)
+        """Of the probe's logprobs, on average, from those of a plain forward pass."""
         self._check_decoding()
         is_apart = overlaps and snapshot and self._device.type == "cuda"
         self._thread = beside_the_trainer(self._device) if is_apart else SHARED
@@ -145,14 +155,14 @@ class Inprocess:
         return Continuous(self._model, self._concurrency, self._compute_dtype)
 
     def _check_decoding(self) -> None:
-        """The cached, slot-by-slot decode gives the logprobs of a plain forward pass; asked once."""
-        [answer] = chain.from_iterable(self._generate(deque([PROBE]), PROBE_SAMPLING))
-        gap = self._gap(answer)
-        if not gap <= TOLERANCE[self._compute_dtype or self._model.dtype]:
-            raise InputError(
-                f"engine.name = 'inprocess' cannot decode this architecture: logprobs differ by {gap:.3g} from "
-                "those of a plain forward pass; use another model"
-            )
+        """The cached, slot-by-slot decode gives the logprobs of a plain forward pass; asked once, and of the small copy
+        of the model, whose windows are short, too."""
+        with refusing_to_decode():
+            [answer] = chain.from_iterable(self._generate(deque([PROBE]), PROBE_SAMPLING))
+            refuse_gap(self._gap(answer), self._allowed_gap)
+            if self._small is not None:
+                decode = Inprocess(self._small)._generate
+                refuse_gap(small_gap(lambda asked, how: decode(deque(asked), how), self._small), SMALL_TOLERANCE)
 
     def _compare(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Captured decoding, with room for these requests, gives a plain forward pass's logprobs; else it is off."""
@@ -162,20 +172,23 @@ class Inprocess:
             self._continuous.reserve(requests, sampling)
             [[answer]] = self._continuous.generate([PROBE], PROBE_SAMPLING, lambda: 0)
             gap = self._gap(answer)
+            if self._small is not None:
+                decode = Continuous(self._small.twin, self._concurrency, None).generate
+                refuse_gap(small_gap(lambda asked, how: decode(asked, how, lambda: 0), self._small), SMALL_TOLERANCE)
         except Exception as error:  # whatever a compiler, a kernel or another architecture's modules raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._continuous = _warn_of_plain_decoding(f"{type(error).__name__}: {reason}")
             return
-        if not gap <= TOLERANCE[self._compute_dtype or self._model.dtype]:
+        if not gap <= self._allowed_gap:
             self._continuous = _warn_of_plain_decoding(f"its logprobs differ by {gap:.3g} from a plain forward pass's")
 
     def _gap(self, answer: Answer) -> float:
-        """Largest difference between the probe's logprobs and those of a plain forward pass."""
-        gaps = [0.0]
+        """Mean difference between the probe's logprobs and those of a plain forward pass."""
+        gaps = []
         for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
             expected = self._score([*PROBE.token_ids, *ids])[len(PROBE.token_ids) - 1 :]
             gaps += [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
-        return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+        return fmean(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
         check_room(requests, sampling, self._max_context_tokens)
@@ -220,6 +233,16 @@ class Inprocess:
         weights = await asyncio.to_thread(read_published, folder, dict(self._expected()), version)
         await self.load_weights(weights.items(), version)
 
+    async def held(self) -> Held:
+        """What it samples with, for the proof of a push."""
+        return await self._thread.run(self._held)
+
+    def _held(self) -> Held:
+        faults = self._continuous.faults() if self._continuous is not None else []
+        if not self._adapted:
+            return held_full(self._model, faults)
+        return held_adapter(self._model, self._adapted, self._base, self._laid, self._scale, faults)
+
     def close(self) -> None:
         if self._thread is not SHARED:
             self._thread.close()
@@ -262,12 +285,12 @@ class Inprocess:
         if isinstance(module, AdaptedLinear):
             module.load(a, b)
             return
-        base = self._base[layer]
-        merged = torch.addmm(base.to(a.dtype), b, a, alpha=self._scale)
+        weight = merged(self._base[layer], a, b, self._scale)
         if isinstance(module, PackedLinear):
-            module.pack(merged)
+            module.pack(weight)
         else:
-            module.weight.copy_(merged)  # type: ignore[union-attr]
+            module.weight.copy_(weight)  # type: ignore[union-attr]
+        self._laid[layer] = a.clone(), b.clone()
 
     @torch.inference_mode()
     def _generate(self, waiting: deque[Request], sampling: Sampling) -> Iterator[list[Answer]]:
@@ -345,9 +368,14 @@ class Inprocess:
     ) -> torch.Tensor:
         """The last layer's states `[rows, tokens, hidden]`."""
         with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None):
-            return self._model.get_decoder()(
-                input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-            ).last_hidden_state
+            return decoder_states(
+                self._model,
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         dtype = self._compute_dtype or hidden.dtype

@@ -11,18 +11,21 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
 
 from podium.engine._draft import Draft
 from podium.engine._room import check_room
+from podium.engine._vllm_evidence import held_adapter, held_full
 from podium.engine._vllm_steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
-from podium.model.handoff import publish, read_published, remove_published, write_adapter
+from podium.model.evidence import Held
+from podium.model.handoff import in_saved_format, publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
+from podium.model.trial import check_application
 from podium.records import Answer, FinishReason, Request, Sampling
 
 ENVIRONMENT = {
@@ -73,7 +76,7 @@ class VllmLocal:
         self.dtype = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
         self.max_context_tokens = min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens)
         self.tensor_parallel = tensor_parallel
-        self._policy, self._loads, self._asleep = policy, 0, False
+        self._policy, self._loads, self._asleep, self._is_tried = policy, 0, False, False
         self._folder = Path(tempfile.mkdtemp(prefix="podium-vllm-"))
         options = {
             "dtype": self.dtype,
@@ -118,8 +121,33 @@ class VllmLocal:
         found = [output async for _, output, _ in outputs]
         return aligned_logprobs(token_ids, found[0].prompt_logprobs)
 
+    async def held(self) -> Held | None:
+        """What its workers sample with; None for full weights that are cut among GPUs."""
+        await self.wake()
+        return await on_device_thread(self._held)
+
+    def _held(self) -> Held | None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._policy.named_weights()}
+        if self._policy.peft is not None:
+            layers = [name.removesuffix(".lora_A") for name in shapes if name.endswith(".lora_A")]
+            rank = self._policy.peft.peft_config["default"].r
+            return held_adapter(self._engine, self._steps.served.adapter, layers, rank)
+        return None if self.tensor_parallel > 1 else held_full(self._engine, shapes, self.policy_version or 0)
+
+    async def _try_adapters(self) -> None:
+        """Once, before the first adapter: vLLM applies adapters on every layer."""
+        if self._policy.peft is None or self._is_tried:
+            return
+        self._is_tried = True
+
+        async def load(adapter: dict[str, torch.Tensor]) -> None:
+            await on_device_thread(self._write_and_attach, adapter.items(), 0)
+
+        await check_application(self._policy, self.dtype, load, self.score, type(self).__name__)
+
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await self.wake()
+        await self._try_adapters()
         load = self._reload if self._policy.peft is None else self._write_and_attach
         await on_device_thread(load, weights, version)
         self.policy_version = version
@@ -132,6 +160,7 @@ class VllmLocal:
             await self.load_weights(weights.items(), version)
             return
         await self.wake()
+        await self._try_adapters()
         await on_device_thread(self._attach, folder, version, False)
         self.policy_version = version
 
@@ -173,14 +202,15 @@ class VllmLocal:
             self._asleep = False
 
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        weights = in_saved_format(self._policy.model, _detached(weights))
         if self.tensor_parallel > 1:  # its workers are processes of their own and read a folder
             folder = publish(self._folder, self._policy, weights, version)
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
             remove_published(folder)
         else:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _detached(weights)})
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         if self._policy.device.type == "cpu":
-            self._engine.apply_model(_repack_tied_head)
+            self._engine.apply_model(_pack_again)
         self._serve_full(version)
 
     def _receive(self, update_info: dict[str, Any], version: int) -> None:
@@ -262,8 +292,12 @@ def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
     return ((name, tensor.detach()) for name, tensor in weights)
 
 
-def _repack_tied_head(model: Any) -> None:
-    """On a CPU vLLM multiplies by a packed copy of the head, which its reload forgets where the head is tied."""
+def _pack_again(model: Any) -> None:
+    """What vLLM multiplies by on a CPU is packed, and its reload forgets two kinds: a tied head and experts."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
@@ -300,6 +334,25 @@ def _scoring_parameters() -> Any:
     )
 
 
+def listed_rank(rank: int) -> int:
+    """The smallest of the ranks that vLLM has kernels for, from 8 on, that holds this one."""
+    from vllm.config.lora import MaxLoRARanks
+
+    listed = sorted(each for each in get_args(MaxLoRARanks) if each >= 8)
+    if rank > listed[-1]:
+        raise InputError(f"model.lora.r = {rank}: vLLM takes adapters up to rank {listed[-1]}; give a smaller one")
+    return next(each for each in listed if each >= rank)
+
+
+def _refuse_experts(policy: Policy) -> None:
+    """With LoRA vLLM chooses its Triton kernel for experts, on a CPU too, where there is no Triton."""
+    if policy.device.type == "cpu" and any(".experts." in name for name, _ in policy.model.named_parameters()):
+        raise InputError(
+            "engine.name = 'vllm_local' on a CPU cannot compute a mixture of experts with LoRA: vLLM's kernel for it "
+            "needs a GPU; use engine.name = 'inprocess', or model.lora = false"
+        )
+
+
 def _start(policy: Policy, options: dict[str, Any]) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -309,7 +362,8 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
         raise InputError(f"engine.name = 'vllm_local': vLLM cannot be imported ({error}); pip install vllm") from None
     lora: dict[str, Any] = {}
     if policy.peft is not None:
-        rank = policy.peft.peft_config["default"].r
+        _refuse_experts(policy)
+        rank = listed_rank(policy.peft.peft_config["default"].r)
         adapted = sorted({name.split(".")[-2] for name, _ in policy.named_weights()})
         if "lm_head" in adapted:
             raise InputError(
@@ -317,7 +371,7 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
                 "remove it, or use another engine"
             )
         slots = {"max_loras": ADAPTERS_IN_A_STEP, "max_cpu_loras": ADAPTERS_IN_MEMORY}
-        lora = {"enable_lora": True, "max_lora_rank": max(8, rank), "lora_target_modules": adapted, **slots}
+        lora = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": adapted, **slots}
     arguments = EngineArgs(
         model=policy.source,
         tokenizer=policy.source,

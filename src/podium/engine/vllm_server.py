@@ -17,6 +17,7 @@ from pydantic import Field
 
 from podium.engine._connection import Connection, token_of
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
+from podium.model.evidence import Held
 from podium.model.fingerprint import tokenizer_fingerprint
 from podium.model.handoff import publish, read_manifest, remove_published
 from podium.model.load import Policy
@@ -103,13 +104,18 @@ class VllmServer:
         logprobs: Any = found.get("logprobs") if isinstance(found, dict) else None
         if not _are_numbers(logprobs) or len(logprobs) != len(token_ids) - 1:
             raise EngineError(f"engine {self._connection.url} sent no logprob a token for a score")
-        if self.policy_version is not None and found.get("policy_version") != self.policy_version:
-            raise EngineError(
-                f"engine {self._connection.url} scored by version {found.get('policy_version')}, it had confirmed "
-                f"{self.policy_version}"
-            )
-        self._check_owner(found.get("run"))
+        self._check_version(found, "scored by")
         return logprobs
+
+    async def held(self) -> Held | None:
+        """Checksums of what the server's engine samples with; None where that engine cannot show it."""
+        found = await self._connection.post("/held", {"run": self._run})
+        try:
+            held = None if found["held"] is None else Held.from_json(found["held"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise EngineError(f"engine {self._connection.url} does not say which weights it holds") from None
+        self._check_version(found, "shows")
+        return held
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Through a folder of its own, gone afterwards."""
@@ -190,6 +196,14 @@ class VllmServer:
             raise EngineError(f"engine {url}: prompt {request.key} has an id outside the vocabulary")
         self._check_owner(line.get("run"))
         return answer
+
+    def _check_version(self, found: Any, what: str) -> None:
+        if self.policy_version is not None and found.get("policy_version") != self.policy_version:
+            raise EngineError(
+                f"engine {self._connection.url} {what} version {found.get('policy_version')}, it had confirmed "
+                f"{self.policy_version}"
+            )
+        self._check_owner(found.get("run"))
 
     def _check_owner(self, run: Any) -> None:
         if self._run is not None and self.policy_version is not None and run != self._run:

@@ -2,8 +2,10 @@
 
     k1 = d          k2 = d²/2          k3 = expm1(−d) + d          k4 = r·d,  r = exp(policy − old)
 
-k1 to k3 after Schulman, "Approximating KL divergence" (2020); all keep their gradient. `fold_into_advantages` is the
-form without a term in the loss: tokens that drift further from the reference than the step's average are credited less.
+k1 to k3 after Schulman, "Approximating KL divergence" (2020); all keep their gradient. That of k1 is the gradient of
+the policy's logprob alone, whose expectation over the policy's own rollouts is 0: a run that asks for it is warned.
+`fold_into_advantages` is the form without a term in the loss: tokens that drift further from the reference than the
+step's average are credited less.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,8 @@
     loss = −(policy·A·w − ½·beta·(policy − rollout)²)
 
 From arXiv 2405.19107. The penalty is against the sampler: against `old` it would vanish with one update per batch. It
-also holds where A = 0, never outside the loss mask, and the correction weight w does not touch it.
+also holds where A = 0, never outside the loss mask, and the correction weight w does not touch it. There is no ratio:
+the penalty is what makes rollouts of another policy usable. With beta = 0 only one update per batch is right.
 """
 
 from dataclasses import replace
@@ -13,9 +14,11 @@ import torch
 from pydantic import Field
 
 from podium.loss._ratio import ratio_of, unclipped
+from podium.loss._traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 
+@loss_traits(on_policy_with={"beta": 0})
 def dro(
     policy_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

@@ -2,7 +2,8 @@
 
     loss = −A · mean_t policy_t      a rollout
 
-The plainest form of a group-relative update: no ratio, no clip, one update per batch.
+The plainest form of a group-relative update: no ratio, no clip. So it is right on-policy only: one update per batch,
+and a sampler that holds the weights that are updated.
 """
 
 import torch
@@ -12,6 +13,6 @@ from podium.loss._traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 
-@loss_traits(average="rollouts", corrects_itself=True, single_update=True)
+@loss_traits(average="rollouts", corrects_itself=True, on_policy=True)
 def mean_logprob(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
     return unclipped(-policy_logprobs * batch.advantages, ratio_of(policy_logprobs, old_logprobs))

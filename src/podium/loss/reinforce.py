@@ -4,7 +4,8 @@
     ratio = false:  loss = −A·policy
 
 From Williams (1992). The ratio is against the sampler's logprobs, so it is its own correction for a sampler that lags
-or rounds differently, and no other is applied.
+or rounds differently, and no other is applied. Without the ratio the loss is right on-policy only: one update per
+batch, and a sampler that holds the weights that are updated.
 """
 
 from typing import Annotated
@@ -17,7 +18,7 @@ from podium.loss._traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 
-@loss_traits(corrects_itself=True)
+@loss_traits(corrects_itself=True, on_policy_with={"ratio": False})
 def reinforce(
     policy_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

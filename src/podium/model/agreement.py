@@ -12,9 +12,14 @@ def mean_gap(logprobs: Sequence[float], others: Sequence[float]) -> float:
 
 
 def allowed_gap(tolerance: float, logprobs: Sequence[float]) -> float:
-    """The tolerance, and up to ten times as much where the tokens are unlikely.
+    """The tolerance, and up to ten times as much where the tokens are unlikely."""
+    return tolerance * unlikeliness(logprobs)
+
+
+def unlikeliness(logprobs: Sequence[float]) -> float:
+    """The mean logprob's size, between one and ten.
 
     A probe is not what the policy is trained to write, so it may become very unlikely; what rounding does to a logprob
     grows with it.
     """
-    return tolerance * min(MOST_TIMES, max(1.0, fmean(map(abs, logprobs))))
+    return min(MOST_TIMES, max(1.0, fmean(map(abs, logprobs))))

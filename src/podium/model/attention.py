@@ -6,6 +6,9 @@ padded tables. Without segments (an engine's prefill and decode) it is plain SDP
 attention that it does not know, so none of size `[L, L]` ever exists.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -19,7 +22,8 @@ NAME = "podium"
 
 def packed_attention(module, query, key, value, attention_mask, segments: Segments | None = None, **kwargs):
     """transformers' attention interface: returns `[batch, L, heads, head_dim]` and no weights."""
-    window = kwargs.pop("sliding_window", None)
+    window = window_of(module, kwargs)
+    kwargs.pop("sliding_window", None)
     if kwargs.get("softcap") is not None:
         raise InputError(
             "this model soft-caps its attention scores, which Podium's attention does not do; use another model"
@@ -37,6 +41,21 @@ def packed_attention(module, query, key, value, attention_mask, segments: Segmen
     if query.shape[2] == 1 and attention_mask is not None:
         return _one_query_a_row(query, key, value, attention_mask, kwargs["scaling"]), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def window_of(module: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Keys that a query of this layer may look at, itself included; None for all before it.
+
+    Most architectures hand it over. Some put it into the mask alone, which is not made here, so it is read from the
+    config: by the layer's type where there are types.
+    """
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"] or None
+    config = getattr(module, "config", None)
+    types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types is not None and layer is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -83,7 +102,10 @@ def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) 
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    return varlen_attn(
+    width = v.shape[-1]
+    if width < k.shape[-1]:  # which the kernel does not do
+        v = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
+    out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -93,7 +115,8 @@ def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) 
         segments.longest_key,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),  # keys to the left and to the right of a query
-    )  # type: ignore[return-value]
+    )
+    return out[..., :width]  # type: ignore[index]
 
 
 def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
@@ -112,7 +135,8 @@ def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -
         )
         for table in segments.tables
     ]
-    return torch.empty_like(q).index_copy(0, torch.cat([table.queries for table in segments.tables]), torch.cat(parts))
+    made = q.new_empty(*q.shape[:-1], v.shape[-1])  # values may be narrower than keys
+    return made.index_copy(0, torch.cat([table.queries for table in segments.tables]), torch.cat(parts))
 
 
 def _attend(q, k, v, table: Table, is_shared: bool, window: int | None, scaling: float) -> torch.Tensor:

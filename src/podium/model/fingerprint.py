@@ -1,4 +1,4 @@
-"""What tells two tokenizers apart, for a handshake between a run and an engine in another process."""
+"""What tells two tokenizers apart."""
 
 import hashlib
 import json

@@ -4,11 +4,14 @@ In: a causal language model of transformers and a batch. Out: logprob and entrop
 elsewhere. Only the loss tokens go through the LM head.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from podium.errors import InputError
 from podium.model.logprobs import token_logprobs
 from podium.model.row import Row, row_of
 from podium.model.transfer import to_device
@@ -41,13 +44,14 @@ def policy_logprobs(
     """
     batch, row = placed.batch, placed.row
     with torch.autocast(row.token_ids.device.type, dtype=compute_dtype, enabled=compute_dtype is not None):
-        hidden = model.get_decoder()(
+        hidden = decoder_states(
+            model,
             input_ids=row.token_ids[None],
             position_ids=row.position_ids[None],
             attention_mask=None,
             use_cache=False,
             segments=row.segments,
-        ).last_hidden_state[0]
+        )[0]
     if compute_dtype is not None:
         hidden = hidden.to(compute_dtype)
     chosen, entropy = token_logprobs(
@@ -59,6 +63,17 @@ def policy_logprobs(
     )
     flat = chosen.new_zeros(len(batch.token_ids))
     return flat.index_copy(0, row.loss_places, chosen), flat.index_copy(0, row.loss_places, entropy)
+
+
+def decoder_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    """The last layer's states `[rows, tokens, hidden]`, before the LM head."""
+    made = model.get_decoder()(**inputs)
+    if not hasattr(made, "last_hidden_state"):
+        raise InputError(
+            f"the decoder of a {type(model).__name__} gives no hidden states, so its logprobs cannot be computed; use "
+            "another model"
+        )
+    return made.last_hidden_state
 
 
 @torch.no_grad()
@@ -102,4 +117,27 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 def softcap(model: PreTrainedModel) -> float | None:
     """Bound of the final logits, where the architecture has one."""
-    return getattr(model.config, "final_logit_softcapping", None)
+    return getattr(text_config(model.config), "final_logit_softcapping", None)
+
+
+def text_config(config: Any) -> Any:
+    """Of the language model, where the model is a wrapper for pictures or sound around one."""
+    return config.get_text_config(decoder=True)
+
+
+def max_context_tokens(config: Any) -> int:
+    """Of the language model inside; no longer than one set of rotary frequencies reaches.
+
+    "longrope" and "dynamic" choose them by the longest position at hand, so beyond that length a document's tokens
+    would depend on what is packed with it, and a sampled token on how long the answer becomes.
+    """
+    inner = text_config(config)
+    longest = int(getattr(inner, "max_position_embeddings", None) or 4096)
+    given = getattr(inner, "rope_parameters", None) or {}
+    ropes = [given, *(rope for rope in given.values() if isinstance(rope, Mapping))]  # some have one a layer type
+    limits = [
+        int(rope.get("original_max_position_embeddings") or longest)
+        for rope in ropes
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min([longest, *limits])

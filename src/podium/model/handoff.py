@@ -19,8 +19,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from podium.errors import WeightsError
+from podium.files import open_regular, read_regular
 from podium.model.load import Policy
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -42,6 +45,16 @@ def publish(root: Path, policy: Policy, weights: Named, version: int) -> Path:
     unfinished.write_text(json.dumps(manifest))
     unfinished.rename(manifest_of(folder))
     return folder
+
+
+def in_saved_format(model: PreTrainedModel, weights: Named) -> Named:
+    """Full weights by the names and in the pieces of a saved folder, which is what other libraries read.
+
+    transformers keeps the experts of a layer as one tensor; a folder has one for each of them.
+    """
+    if not getattr(model, "_weight_conversions", None):
+        return weights
+    return revert_weight_conversion(model, dict(weights)).items()
 
 
 def write_adapter(folder: Path, config: Any, weights: Named) -> None:
@@ -69,14 +82,15 @@ def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: 
         raise WeightsError(f"{folder.name} holds version {manifest['version']}, not {version}")
     for name, described in manifest["files"].items():
         path = folder / name
-        if path.name != name or path.is_symlink() or not path.is_file() or _described(path) != described:
+        if path.name != name or not _is_as_described(path, described):
             raise WeightsError(f"{folder.name}: {name} is missing or not what was written")
     is_adapter = manifest["kind"] == "adapter"
     file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     if file not in manifest["files"]:
         raise WeightsError(f"{folder.name} has no {file}")
     try:
-        found = load_file(folder / file)
+        with open_regular(folder / file, follow_links=False) as opened:
+            found = load_file(f"/proc/self/fd/{opened.fileno()}")  # safetensors opens by name
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{folder.name}: {file} cannot be read: {error}") from None
     if is_adapter:
@@ -153,7 +167,7 @@ def manifest_of(folder: Path) -> Path:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What stands beside the folder: version, kind, and each file's length and hash."""
     try:
-        manifest = json.loads(manifest_of(folder).read_text())
+        manifest = json.loads(read_regular(manifest_of(folder)))
         if manifest["kind"] not in ("adapter", "full") or type(manifest["version"]) is not int:
             raise ValueError
         if not all(isinstance(name, str) for name in manifest["files"]):
@@ -171,5 +185,13 @@ def _on_cpu(weights: Named) -> dict[str, torch.Tensor]:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    with open_regular(path, follow_links=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _is_as_described(path: Path, described: Any) -> bool:
+    try:
+        return _described(path) == described
+    except OSError:
+        return False

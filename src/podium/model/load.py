@@ -7,6 +7,7 @@ layers and no dropout).
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
-from podium.model.forward import head_weight
+from podium.model.forward import head_weight, max_context_tokens
 from podium.model.hub import hub_is_reachable
 from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
-from podium.model.self_check import check_model
+from podium.model.self_check import ADVICE, check_model
 from podium.model.smollm2 import smollm2_folder
 
 # PEFT imports bitsandbytes wherever it is installed, which then warns of a 4-bit kernel that nothing here uses.
@@ -48,6 +49,8 @@ class Policy:
     source: str
     """Folder or hub name of the base weights."""
     exact_sums: ExactSums = "residual"
+    small: PreTrainedModel | None = None
+    """A small model of the same architecture, on which engines try out what they do; see `self_check`."""
 
     @property
     def vocabulary(self) -> int:
@@ -121,7 +124,7 @@ def load_reader(settings: Any) -> Reader:
     def load() -> Reader:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-        return Reader(tokenizer, _max_context_tokens(config))
+        return Reader(tokenizer, max_context_tokens(config))
 
     return _loading(settings.name, load)
 
@@ -148,11 +151,12 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
             f"model.exact_sums = 'mlp': {settings.name!r} has no plain layers called gate_proj and up_proj in float32; "
             "set it to 'residual'"
         )
-    check_model(model, settings.name)
+    small = check_model(model, settings.name)
     twin = twin_of(model)
     peft = None
     if is_adapter or settings.lora is not False:
         peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
+        _order_names(peft.peft_config["default"])
     model.eval()  # the adapter's dropout too: only the trainer's own step switches it on
     return Policy(
         model=model,
@@ -160,9 +164,10 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         tokenizer=tokenizer,
         peft=peft,
         stop_ids=_stop_ids(model, tokenizer),
-        max_context_tokens=_max_context_tokens(model.config),
+        max_context_tokens=max_context_tokens(model.config),
         device=device,
         source=str(source),
+        small=small,
         exact_sums=settings.exact_sums,
     )
 
@@ -199,8 +204,11 @@ def _refuse_unreachable(name: str) -> None:
     """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
     from huggingface_hub import try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
-        return
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
+            return
+    except ValueError as error:  # no hub could have a model of that name
+        raise InputError(f"model.name = {name!r} is no folder here and no name of the hub: {error}") from None
     raise InputError(
         f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
         '"smollm2-135m" or a folder with safetensors weights'
@@ -226,12 +234,23 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
 def _loading(name: str, load: Any) -> Any:
     try:
         return load()
-    except Exception as error:  # whatever a broken folder makes the libraries raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise _cannot_load(name, error) from None
         raise InputError(
-            f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
-            "safetensors weights, or a hub name that this machine can reach"
+            f"model.name = {name!r} cannot be used: its architecture has attention code of its own, in whose place "
+            f"Podium's cannot be put; {ADVICE}"
         ) from None
+    except Exception as error:  # whatever a broken folder makes the libraries raise
+        raise _cannot_load(name, error) from None
+
+
+def _cannot_load(name: str, error: Exception) -> InputError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return InputError(
+        f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
+        "safetensors weights, or a hub name that this machine can reach"
+    )
 
 
 def _refuse_larger_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
@@ -246,9 +265,27 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo).eval()
 
 
+def _order_names(config: Any) -> None:
+    """PEFT keeps names of layers in sets, whose order differs between processes, and writes them in that order."""
+    for key, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, key, sorted(value))
+
+
+def _refuse_idle_rank(model: PreTrainedModel, rank: int) -> None:
+    """Before an adapter of this rank is allocated, which may take more memory than there is."""
+    widest = max((max(layer.weight.shape) for layer in model.modules() if is_plain_linear(layer)), default=rank)
+    if rank > widest:
+        raise InputError(
+            f"model.lora.r = {rank}: the widest layer of this model has {widest} inputs or outputs, so a higher rank "
+            f"adds nothing; give {widest} or less, usually 8 to 64"
+        )
+
+
 def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    _refuse_idle_rank(model, lora.r)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -259,26 +296,35 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     head = model.get_output_embeddings()
     try:
         peft = get_peft_model(model, config)  # type: ignore[arg-type]
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in adapted.items():
         if layer is head or not is_plain_linear(layer):
             kind = "the LM head" if layer is head else f"a {type(layer).__name__}"
             raise InputError(
-                f"model.lora.targets: {name} is {kind}, which cannot have an adapter here; use lora = false"
+                f"model.lora.targets = {lora.targets!r}: {name} is {kind}, which cannot have an adapter here; "
+                f"{_lora_advice(model)}"
             )
     return peft
+
+
+def _lora_advice(model: PreTrainedModel) -> str:
+    """Targets that this model has and that can be adapted, where it has the usual ones."""
+    plain = {name.rpartition(".")[2] for name, layer in model.named_modules() if is_plain_linear(_base_of(layer))}
+    usual = '["q_proj", "v_proj"]'
+    return f"set model.lora.targets = {usual}" if {"q_proj", "v_proj"} <= plain else "use lora = false"
+
+
+def _base_of(layer: torch.nn.Module) -> Any:
+    """Beneath the adapter that a failed attempt has left there."""
+    return getattr(layer, "base_layer", layer)
 
 
 def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-
-
-def _max_context_tokens(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", 4096))
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:

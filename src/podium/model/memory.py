@@ -2,14 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
-from podium.model.forward import batch_of, place, policy_logprobs
+from podium.model.forward import batch_of, decoder_states, head_weight, place, policy_logprobs, text_config
 from podium.model.load import Policy
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+CGROUP_USE = Path("/sys/fs/cgroup/memory.stat")
+MEMORY_NOW = Path("/proc/meminfo")
+OWN_PAGES = Path("/proc/self/statm")
 
 
 def device_bytes(device: torch.device) -> int:
@@ -19,6 +23,43 @@ def device_bytes(device: torch.device) -> int:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     return physical if limit == "max" else min(physical, int(limit))
+
+
+def available_bytes(device: torch.device) -> int:
+    """What this process holds and what nobody holds at the moment; the rest is other programs'."""
+    everything = device_bytes(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(everything, free + torch.cuda.memory_reserved(device))
+    own = int(OWN_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if OWN_PAGES.is_file() else 0
+    return min(everything, own + min(_free_of_machine(everything), _free_of_group(everything)))
+
+
+def _free_of_machine(everything: int) -> int:
+    """What Linux says can be had without swapping; elsewhere nothing is known, and all is taken to be free."""
+    lines = MEMORY_NOW.read_text().splitlines() if MEMORY_NOW.is_file() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else everything
+
+
+def _free_of_group(everything: int) -> int:
+    """The same of a container with a limit; files that it has read are given up when memory is needed."""
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+    if limit == "max" or not CGROUP_USED.is_file():
+        return everything
+    lines = CGROUP_USE.read_text().splitlines() if CGROUP_USE.is_file() else []
+    files = sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
+    return int(limit) - int(CGROUP_USED.read_text()) + files
+
+
+@torch.no_grad()
+def cache_elements_per_token(model: PreTrainedModel) -> int:
+    """Numbers that all layers keep of a token in the key-value cache: counted, since a config says it in many ways."""
+    cache = DynamicCache()
+    one = torch.zeros(1, 1, dtype=torch.long, device=head_weight(model).device)
+    decoder_states(model, input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
+    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.numel() for tensor in kept if tensor is not None)
 
 
 def saved_bytes_per_token(policy: Policy, compute_dtype: torch.dtype | None) -> float:
@@ -31,7 +72,7 @@ def saved_bytes_per_token(policy: Policy, compute_dtype: torch.dtype | None) -> 
 
 def checkpointed_bytes_per_token(policy: Policy, plain: float) -> float:
     """With gradient checkpointing: each layer's input, and one layer's inside at a time."""
-    config: Any = policy.model.config
+    config = text_config(policy.model.config)
     return config.num_hidden_layers * config.hidden_size * 4 + plain / config.num_hidden_layers
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 def run_card(tables: Mapping[str, Any], folder: Path, steps: int) -> dict[str, Any]:
     """`tables` are the resolved settings, as settings.toml has them; `steps` may be fewer than they say."""
-    run, model, loss = (tables.get(section, {}) for section in ("run", "model", "loss"))
+    run, model, loss, trainer = (_section(tables, name) for name in ("run", "model", "loss", "trainer"))
     lora = model.get("lora")
     facts = {
         "model": model.get("name"),
@@ -15,8 +15,14 @@ def run_card(tables: Mapping[str, Any], folder: Path, steps: int) -> dict[str, A
         "loss": loss.get("name"),
         "prompts/step": run.get("prompts_per_step"),
         "rollouts/prompt": run.get("rollouts_per_prompt"),
-        "lr": tables.get("trainer", {}).get("lr"),
+        "lr": trainer.get("lr"),
         "seed": run.get("seed"),
     }
     title = f"{run.get('name')}: {loss.get('name')} on {model.get('name')}"
     return {"title": title, "folder": str(folder), "steps": steps, "facts": facts}
+
+
+def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where settings.toml has something else there: it may have been edited by hand."""
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}

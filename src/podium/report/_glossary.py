@@ -143,7 +143,8 @@ LOSS = Chapter(
         ),
         Metric(
             "mismatch/abs_mean",
-            "mean of abs(lp − inf): how far trainer and sampler are apart",
+            "mean of abs(lp − inf): how far trainer and sampler are apart before the step's first update; with "
+            '`loss.old = "rollout"` and several minibatches over the first of them',
             "above 0.01 in float32, 0.1 in bfloat16, or rising: the gradient is of another policy than the one that "
             "wrote the answers",
         ),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
+from podium.files import read_regular
+
 
 class Pieces:
     """`decode` gives the text of one id; it is asked once an id."""
@@ -29,12 +31,16 @@ class Pieces:
 
 
 def read_pieces(path: Path) -> dict[int, str]:
-    """By id; a line that was cut off is passed over."""
+    """By id; a line that was cut off or is none of ours is passed over."""
     pieces: dict[int, str] = {}
-    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+    try:
+        lines = read_regular(path).splitlines()
+    except OSError:
+        return pieces
+    for line in lines:
         try:
             pieces |= {int(i): str(text) for i, text in json.loads(line).items()} if line else {}
-        except ValueError:
+        except (ValueError, AttributeError, RecursionError):
             continue
     return pieces
 

@@ -7,6 +7,7 @@ hash it names. Data travels as one JSON object, so no text of a rollout is ever 
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +19,20 @@ SCRIPTS = ("base.js", "charts.js", "sections.js", "rollouts.js", "runs.js", "mai
 
 def to_json(data: Mapping[str, Any]) -> str:
     """ASCII, and without a `<`: no text can close the script element that holds it."""
-    return json.dumps(data, default=str, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    try:
+        text = json.dumps(data, default=str, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # NaN or an infinity, which no browser reads
+        text = json.dumps(_finite(data), default=str, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    """null in place of each number that is none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def render(data: Mapping[str, Any]) -> str:

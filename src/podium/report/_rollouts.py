@@ -6,6 +6,7 @@ length, and the cut is told; `podium report` shows any step in full.
 
 import json
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 MAX_GRID_STEPS = 32
@@ -21,6 +22,35 @@ def shown_steps(last: int) -> list[int]:
     while last > MAX_GRID_STEPS * stride:
         stride *= 2
     return sorted({*range(1, last + 1, stride), *range(max(1, last - LAST_STEPS + 1), last + 1)})
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "ordinal": (int,),
+    "sample_index": (int,),
+    "policy_version": (int, list),
+    "trained": (bool,),
+    "prompt": (str,),
+    "text": (str,),
+    "reward": (int, float, NoneType),
+    "reward_parts": (dict,),
+    "correct": (bool, NoneType),
+    "advantage": (int, float, NoneType),
+    "finish_reason": (str,),
+    "token_ids": (list,),
+    "logprobs": (list,),
+}
+"""What a ledger line must have to be shown; `answer` may be anything."""
+
+
+def is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a page can show it: others than Podium may have written it, or a disk damaged it."""
+    return (
+        "answer" in line
+        and all(key in line and isinstance(line[key], kinds) for key, kinds in KINDS.items())
+        and all(type(token_id) is int for token_id in line["token_ids"])
+        and all(isinstance(value, (int, float)) for value in line["logprobs"])
+        and isinstance(line.get("logprob_gaps"), (list, NoneType))
+    )
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:

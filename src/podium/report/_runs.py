@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from podium.report._card import run_card
 from podium.report._glossary import explanations
 from podium.report._reader import RunReader
 from podium.report._series import Series
@@ -32,9 +33,22 @@ def runs_data(folder: Path, readers: Mapping[str, RunReader]) -> dict[str, Any]:
     """What the page of several runs draws, each reader refreshed."""
     return {
         "folder": str(folder),
-        "runs": [_run_data(name, reader) for name, reader in readers.items()],
+        "runs": [_run_or_words(name, reader) for name, reader in readers.items()],
         "words": explanations((*OVERLAID, "eval/accuracy")),
     }
+
+
+def _run_or_words(name: str, reader: RunReader) -> dict[str, Any]:
+    """One run that cannot be shown does not take the others down with it."""
+    try:
+        return _run_data(name, reader)
+    except Exception as error:
+        status = {"state": "unreadable", "message": f"{type(error).__name__}: {error}"}
+        empty = {"series": Series().sampled(MAX_POINTS), "evals": [], "settings": {}}
+        return {"name": name, "link": f"run/{quote(name)}/", "card": run_card({}, reader.folder.path, 0)} | {
+            "status": status,
+            **empty,
+        }
 
 
 def _run_data(name: str, reader: RunReader) -> dict[str, Any]:

@@ -18,9 +18,9 @@ class Series:
         return len(self.steps)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """A line of metrics.jsonl. A value that is no finite number is as good as none."""
         for name, value in line.items():
-            if "/" in name and isinstance(value, (int, float)):
+            if "/" in name and is_number(value):
                 column = self._columns.setdefault(name, array("d"))
                 column.extend([math.nan] * (len(self.steps) - len(column)))
                 column.append(value)
@@ -68,6 +68,14 @@ class Series:
             }
         ends = [self.steps[min(place + stride, len(self.steps)) - 1] for place in places]
         return {"steps": ends, "stride": stride, "columns": columns}
+
+
+def is_number(value: Any) -> bool:
+    """Whether it can be drawn; an integer of 400 digits cannot."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def short(value: float) -> float:

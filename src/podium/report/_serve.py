@@ -7,9 +7,13 @@ It reads the run folder and writes nothing. Only requests that name this machine
 the same browser can reach it by a name of its own.
 """
 
+import io
 import re
+import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +28,30 @@ from podium.run_folder import RunFolder
 
 HOST = "127.0.0.1"
 USUAL_PORT = 8787
+REQUEST_S = 20.0
+"""From a connection, or the end of an answer on it, to a whole request."""
+SEND_S = 60.0
+"""How long a client may take to read an answer."""
+
+
+class Patience(io.RawIOBase):
+    """Reads from a socket until a deadline, however slowly the bytes come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._deadline = connection, 0.0
+
+    def start(self) -> None:
+        self._deadline = time.monotonic() + REQUEST_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
 
 
 class LiveRun:
@@ -95,7 +123,7 @@ class Site:
 
     def _all_runs(self) -> dict[str, Any]:
         for run in self._runs.values():
-            with run.lock:
+            with run.lock, suppress(Exception):  # what cannot be refreshed is shown as it was
                 run.reader.refresh()
         return runs_data(self._path, {name: run.reader for name, run in self._runs.items()}) | {"live": True}
 
@@ -109,7 +137,29 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "podium"
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._patience = Patience(self.connection)
+        self.rfile = io.BufferedReader(self._patience)
+
+    def handle_one_request(self) -> None:
+        """Cuts a client that does not finish its request in time; each request has a time of its own."""
+        self._patience.start()
+        super().handle_one_request()
+
     def do_GET(self) -> None:
+        try:
+            self._answer()
+        except OSError:  # the client is gone, or too slow
+            raise
+        except Exception as error:
+            told = f"this page cannot be made: {type(error).__name__}: {error}"
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", told[:1000])
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> None:
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", "ask by 127.0.0.1 or localhost")
@@ -130,8 +180,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         if version:
             self.send_header("ETag", f'"{version}"')
+        self.connection.settimeout(SEND_S)  # of all of it: `sendall` counts from its start
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The terminal is not for every request."""

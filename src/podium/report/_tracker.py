@@ -7,7 +7,6 @@ When the run ends, the tracker is waited for only as long as it gets something d
 
 import hashlib
 import importlib
-import sys
 import threading
 import time
 import tomllib
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 
 from podium.records import EvalReport, StepReport
 from podium.run_folder import RunFolder
+from podium.terminal import warn
 
 MAX_WAITING = 1000
 MAX_FAILURES = 5
@@ -168,4 +168,4 @@ class Tracker:
     def _warn(self, message: str) -> None:
         name = type(self).__name__.lower()
         self.folder.event("tracker_trouble", tracker=name, message=message)
-        print(f"report {name!r}: {message}", file=sys.stderr, flush=True)
+        warn(f"report {name!r}: {message}")

@@ -6,7 +6,6 @@ only.
 
 import json
 import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from rich.text import Text
 
 from podium.records import EvalReport, Group, StepReport
 from podium.report._timeline import LAPS
+from podium.terminal import printable, say
 
 COLUMNS = {
     "reward": "reward/mean",
@@ -95,9 +95,9 @@ class Console:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._stop_live()
         if self._mode == "json":
-            print(json.dumps({"event": "finish", **summary}), flush=True)
+            say(json.dumps({"event": "finish", **summary}))
         else:
-            self._console.print(Text(summary_text(summary, self._seconds, self._num_steps)))
+            self._console.print(Text(printable(summary_text(summary, self._seconds, self._num_steps))))
 
     def fail(self) -> None:
         self._stop_live()
@@ -129,12 +129,12 @@ class Console:
     def _print(self, as_json: Mapping[str, Any], text: str) -> None:
         if self._mode in ("json", "plain"):
             try:
-                print(json.dumps(as_json) if self._mode == "json" else text, flush=True)
+                say(json.dumps(as_json) if self._mode == "json" else text)
             except BrokenPipeError:  # `podium train … | head`: nobody reads any more, the run goes on
                 self._mode = "quiet"
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         elif self._mode == "live" and self._live is None:
-            self._console.print(Text(text))
+            self._console.print(Text(printable(text)))
 
     def _table(self) -> Stack:
         table = Table(box=None, pad_edge=False)
@@ -143,7 +143,10 @@ class Console:
         for row in self._rows:
             table.add_row(*row)
         return Stack(
-            table, Text(self._held_out), Text(self._rollout, overflow="ellipsis", no_wrap=True), self._progress
+            table,
+            Text(printable(self._held_out)),
+            Text(printable(self._rollout), overflow="ellipsis", no_wrap=True),
+            self._progress,
         )
 
 
@@ -188,8 +191,3 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
     else:
         lines.append(f"go on with: podium resume {summary['folder']}")
     return "\n".join(lines)
-
-
-def to_terminal(text: str) -> None:
-    """A warning, beside whatever is drawn."""
-    print(text, file=sys.stderr, flush=True)

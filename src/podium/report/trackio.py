@@ -8,6 +8,7 @@ from pydantic import Field
 
 from podium.report._tracker import Tracker
 from podium.run_folder import RunFolder
+from podium.terminal import warn
 
 
 class Trackio(Tracker):
@@ -50,4 +51,4 @@ class Trackio(Tracker):
 
 
 def _print_aside(*parts: object) -> None:
-    print(*parts, file=sys.stderr)
+    warn(" ".join(map(str, parts)))

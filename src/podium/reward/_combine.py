@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from podium.reward._contract import declared_range
+from podium.errors import RewardContractError
+from podium.reward._contract import MAX_REWARD, declared_range
 from podium.stages import RewardFunction
 
 CLOSE = 1e-8
@@ -46,7 +47,13 @@ def total(rewards: Sequence[NamedReward], part: Mapping[str, float | None], scal
     task = _weighed([reward for reward in rewards if reward.format is None], part)
     if not gates_hold(rewards, part):
         task = min(0.0, task)  # what was lost stays lost: breaking the format must not pay
-    return scale * (task + _weighed([reward for reward in rewards if reward.format == "add"], part))
+    number = scale * (task + _weighed([reward for reward in rewards if reward.format == "add"], part))
+    if not abs(number) <= MAX_REWARD:  # nor NaN
+        raise RewardContractError(
+            f"the rewards of a rollout add up to {number}, and at most {MAX_REWARD:g} is allowed; lower scoring.scale "
+            "or the weights of the rewards"
+        )
+    return number
 
 
 def is_correct(rewards: Sequence[NamedReward], part: Mapping[str, float | None], scale: float) -> bool | None:

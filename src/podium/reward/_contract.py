@@ -10,6 +10,8 @@ from podium.errors import RewardContractError
 from podium.records import Prompt, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
+MAX_REWARD = 1e30
+"""Larger ones overflow in the differences and squares of advantages, and in float32."""
 Style = Literal["each", "together", "batched"]
 MARKS = ("min_value", "max_value", "runs_inline", "refuse", "gold", "check_answer")
 """Attributes of a reward function that say more of it than its signature."""
@@ -131,6 +133,10 @@ def check_value(name: str, function: Any, value: Any, prompt: Prompt) -> float |
     if not math.isfinite(number):
         text = "a huge integer" if isinstance(value, int) and value.bit_length() > 4096 else value
         raise RewardContractError(f"{where} returned {text}; return a finite number, or None to abstain")
+    if abs(number) > MAX_REWARD:
+        raise RewardContractError(
+            f"{where} returned {number}; return a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or None to abstain"
+        )
     low, high = declared_range(function)
     if not low - 1e-9 <= number <= high + 1e-9:
         raise RewardContractError(f"{where} returned {number}, outside its declared range [{low}, {high}]")

@@ -1,146 +1,189 @@
-r"""The tidy form of a mathematical answer: one spelling of each sign, no layout, its unit apart.
+r"""One spelling for each sign of a mathematical answer, so that one parser can read LaTeX, Unicode and plain text.
 
-`\dfrac12\,\text{cm}` becomes `\frac{1}{2}` with the unit `cm`. It is still LaTeX, for math-verify to read.
+`\dfrac12\,\text{cm}` becomes `\frac12 ⟪cm⟫`: layout is gone, words that were marked as text stand in `⟪…⟫`, the braces
+of a set are `⦃…⦄`, digits in groups of three are joined, and a currency is `¤` with the letters of its name.
 """
 
 import re
-from dataclasses import dataclass
+from itertools import pairwise
 
 SIGNS = str.maketrans(
     {
-        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-        "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "ℝ": r"\mathbb{R}",
-        "°": r"^\circ ", "θ": r"\theta ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\u00a0": " ", "~": " ", "\0": " ",
+        "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+        "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ",
+        "≠": r"\ne ", "≡": r"\equiv ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ",
+        "∅": r"\emptyset ", "∈": r"\in ",
+        "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "λ": r"\lambda ", "μ": r"\mu ",
+        "θ": r"\theta ", "φ": r"\varphi ", "ω": r"\omega ", "ℓ": r"\ell ", "√": r"\sqrt ",
+        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+        "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+        "…": "...", "’": "'", "‘": "'", "“": '"', "”": '"', "〈": "⟨", "〉": "⟩", "\u200b": "", "\0": " ",
+        "€": "¤EUR ", "£": "¤GBP ", "¥": "¤JPY ", "₹": "¤INR ", "¢": "⟪cents⟫",
+        "⟪": " ", "⟫": " ", "⦃": " ", "⦄": " ", "¤": " ",
+        **dict.fromkeys("\u00a0\u202f\u2009\u2007\u2002\u2003\u2005\u2006\u2008\u200a\t\r\n", " "),
     }
 )  # fmt: skip
-SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
+SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+
+WORD = r"(?![A-Za-z])"
+GAP = r"(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad)(?![A-Za-z]))|~"
+THOUSANDS_MARK = rf"(?:\{{,\}}|,\\!|,\s*\\!|{GAP}| |')"
+GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{THOUSANDS_MARK}[0-9]{{3}})+(?![0-9])")
+
+
+def _set_of_numbers(match: re.Match[str]) -> str:
+    return "ℝℤℕℚℂ"["RZNQC".index(match[1] or match[0][1])] + " "
+
 
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
-        (r"\\\$|\$|(?<!\\)\\[()\[\]]", ""),  # dollars and the marks of formulas
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])", ""),
-        (r"(?<!\\)\\[,;:!]|\{,\}(?=[0-9])", lambda match: "," if match[0] == "{,}" else ""),
-        (r"\\(?:quad|qquad)(?![A-Za-z])|(?<!\\)\\[ \n]", " "),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(le|ge|ne)q(?![A-Za-z])", r"\\\1 "),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\%| ?\b[Pp]er ?cent\b", "%"),
-        (r"(?<![\\A-Za-z])(pi|theta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+        (r"\\\$", "¤USD "),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tag|label|phantom|hspace|vspace)\*?\s*\{[^{}]*\}", " "),
+        (rf"\\(?:checkmark|square|blacksquare|quad|qquad|enspace|noindent){WORD}|✓|✅", " "),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
+        (rf"\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|large|Large|boldmath){WORD}", ""),
+        (rf"\\(?:d|t|c|x)frac{WORD}", r"\\frac"),
+        (rf"\\[dt]binom{WORD}", r"\\binom"),
+        (rf"\\(le|ge|ne)(?:q|qslant|qq)?{WORD}|\\(le|ge)qslant{WORD}", lambda m: "\\" + (m[1] or m[2]) + " "),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (rf"\\lt{WORD}", "<"),
+        (rf"\\gt{WORD}", ">"),
+        (r"<=|=<", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"!=", r"\\ne "),
+        (rf"\\varnothing{WORD}|\\O{WORD}", r"\\emptyset "),
+        (rf"\\(?:[lr]vert|mid|vert){WORD}", "|"),
+        (rf"\\lfloor{WORD}", "⌊"),
+        (rf"\\rfloor{WORD}", "⌋"),
+        (rf"\\lceil{WORD}", "⌈"),
+        (rf"\\rceil{WORD}", "⌉"),
+        (rf"\\langle{WORD}", "⟨"),
+        (rf"\\rangle{WORD}", "⟩"),
+        (rf"\\lbrace{WORD}|\\\{{", "⦃"),
+        (rf"\\rbrace{WORD}|\\\}}", "⦄"),
+        (rf"\\div{WORD}", "/"),
+        (rf"\\(?:ast|star){WORD}", "*"),
+        (rf"\\(?:ldots|dots|cdots){WORD}", "..."),
+        (rf"\\(?:colon|ratio){WORD}|\{{:\}}", ":"),
+        (rf"\\(?:lor|vee){WORD}", " or "),
+        (rf"\\(?:land|wedge){WORD}", " and "),
+        (rf"\^\s*\{{?\s*\\(?:circ|degree){WORD}\s*\}}?|°|º|\\degree{WORD}", "° "),
+        (r"\\%|％", "%"),
+        (r"\\mathbb\s*\{?([RZNQC])\}?|\\(?:R|Z|N)(?![A-Za-z])", _set_of_numbers),
+        (rf"\\(?:boldsymbol|bm|mathbf|mathit|mathcal|mathsf|mathnormal|ensuremath){WORD}", ""),
         (r"(?<=[0-9A-Za-z)}])\*\*(?=[0-9A-Za-z({-])", "^"),
-        (r"√\s*([0-9]+|[a-z])", r"\\sqrt{\1}"),
-        (r"√", "sqrt"),
-        (r"[⁰¹²³⁴-⁹⁻]+", lambda match: "^{" + match[0].translate(SUPERSCRIPTS) + "}"),
-        (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
-        (r"\\sqrt\s*([0-9a-z])", r"\\sqrt{\1}"),
-        (r"([0-9])[eE]([+-]?[0-9]+)(?![0-9A-Za-z])", r"\1\\times 10^{\2}"),
-        (r"([\^_])\s*\{\s*([0-9A-Za-z])\s*\}", r"\1\2"),
-        (r"(?<![0-9.,({\[])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9 ])", lambda match: match[0].replace(" ", "")),
-        (r"(?<![0-9./])([0-9]+) +([0-9]+)/([0-9]+)(?![0-9])", r"\1\\frac{\2}{\3}"),  # 1 1/2
+        (r"\*\*|__", " "),
+        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda m: "^{" + m[0].translate(SUPERSCRIPTS) + "}"),
+        (r"[₀-₉]+", lambda m: "_{" + m[0].translate(SUBSCRIPTS) + "}"),
+        (r"\\sqrt\s*(?=\()", "sqrt"),
+        (r"\\sqrt\s*([0-9]+)", r"\\sqrt{\1}"),
+        (r"\\\\\s*\[[^\]]*\]", r"\\\\ "),  # the height of a line in a matrix
     ]
-]
-WRAPPER = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s*\{([^{}]*)\}"
+]  # fmt: skip
+TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|textnormal|mathrm|mbox|hbox|operatorname\*?|emph|underline)"
+    r"\s*\{((?:[^{}⟪⟫]|\{[^{}⟪⟫]*\})*)\}"
 )
-THOUSANDS = re.compile(r"(?<![0-9.,({\[])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
-
-UNITS = {
-    "mm": "millimeter, millimetre", "cm": "centimeter, centimetre", "m": "meter, metre", "km": "kilometer, kilometre",
-    "in": "inch, inches", "ft": "foot, feet", "yd": "yard", "mi": "mile",
-    "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound, lbs", "oz": "ounce",
-    "ms": "millisecond", "s": "second, sec", "min": "minute", "h": "hour, hr", "day": "", "week": "", "month": "",
-    "year": "yr",
-    "ml": "milliliter, millilitre", "l": "liter, litre", "mph": "miles per hour",
-    "km/h": "kilometers per hour, kilometres per hour, kmh, kph", "m/s": "meters per second, metres per second",
-    "degree": "deg", "radian": "rad", "dollar": "usd", "cent": "", "euro": "",
-}  # fmt: skip
-"""Units that differ from each other, with their other names."""
-
-KNOWN_UNITS = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split(", ")] if name}
-POWERS = {"square": "2", "sq": "2", "cubic": "3", "squared": "2", "cubed": "3"}
-NO_UNITS = re.compile(r"\\|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?\b|log|ln|exp|sqrt|pi\b|and\b|or\b")
+FUNCTIONS = [
+    "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc",
+    "log", "ln", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "det", "cis",
+]  # fmt: skip
+CONNECTIVES = re.compile(r"⟪\s*(,?)\s*(and|or|to|if|for|when|where|mod)\s*(,?)\s*⟫")
+BARE_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 
 
-@dataclass(frozen=True)
-class Form:
-    """A tidy answer."""
-
-    whole: str
-    text: str
-    """Without its unit."""
-    unit: str | None
-    """A known unit such as `cm` or `m2`, an unknown one as it is written, or None."""
-
-
-def tidy(answer: str) -> Form:
-    """The form of an answer."""
-    answer = answer.translate(SIGNS)
+def normal(answer: str) -> str:
+    """The answer in one spelling, without what may stand around it."""
+    text = answer.translate(SIGNS)
+    text = GROUPED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
     for pattern, replacement in REWRITES:
-        answer = pattern.sub(replacement, answer)
-    whole = _trimmed(answer)
-    quantity, unit = _without_unit(whole)
-    return Form(_without_wrappers(whole), _without_wrappers(quantity), unit)
+        text = pattern.sub(replacement, text)
+    text = re.sub(GAP, lambda match: "" if match[0] == r"\!" else " ", text)
+    text = _without_delimiters(text)
+    for _ in range(4):
+        if text == (text := TEXT.sub(_as_text, text)):
+            break
+    text = CONNECTIVES.sub(r"\1 \2 \3", text)
+    return trimmed(text)
+
+
+def _without_delimiters(text: str) -> str:
+    r"""Without `$…$` and `\(…\)`; a dollar that opens no formula is money."""
+    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
+    if text.count("$") % 2:
+        text = re.sub(r"\$(?=\s*-?\s*[0-9.])", "¤USD ", text, count=1)
+    return text.replace("$", " ")
+
+
+def _as_text(match: re.Match[str]) -> str:
+    """Words as text; what is no word as the formula that it is."""
+    inside = match[1].strip()
+    if inside in FUNCTIONS and (match[0].startswith("\\operatorname") or inside not in ("min", "sec")):
+        return f"\\{inside} "
+    if not re.search("[A-Za-z]", inside) or (match[0].startswith("\\mathrm") and inside in ("d", "e", "i")):
+        return f" {inside} "
+    return f"⟪{inside}⟫"
+
+
+def trimmed(text: str) -> str:
+    """Without what may stand around an answer; the dots of an endless decimal belong to it."""
+    text = re.sub(r"\s+", " ", text).lstrip(" ;:=*,")
+    return (
+        re.sub(r"([0-9])(\.\.\.)?[ .;:=*,]*$", r"\1\2", text).rstrip(" ;:=*,")
+        if re.search(r"[0-9]\.\.\.[ .;:=*,]*$", text)
+        else text.rstrip(" .;:=*,")
+    )
 
 
 def squeezed(text: str) -> str:
-    """For comparison as text: small letters, no white space but between digits; `(A)` is `A`."""
-    text = re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text).lower()
-    return re.sub(r"^\(([a-z])\)$", r"\1", text)
+    """For comparison as text: no white space but between digits, no marks of text, no needless braces."""
+    text = re.sub("[⟪⟫]", " ", text).strip()
+    text = re.sub(r"(?<![0-9])\s|\s(?![0-9])", "", text)
+    return re.sub(r"([\^_])\{([0-9A-Za-z])\}", r"\1\2", text)
 
 
-def _without_wrappers(text: str) -> str:
-    r"""Words without their `\text{…}`, and commas for `and` and `or`."""
-    while text != (unwrapped := WRAPPER.sub(r" \1 ", text)):
-        text = unwrapped
-    return _trimmed(re.sub(r"\s*,?\s*\b(?:and|or)\b\s*", ",", text))
+def with_joined_groups(text: str) -> str:
+    """1,234 as 1234 where it does not stand in brackets, whose commas part their items."""
+    parts, last = [], 0
+    for match in BARE_GROUPS.finditer(text):
+        before = text[: match.start()]
+        depth = sum(before.count(mark) for mark in "([⦃⟨") - sum(before.count(mark) for mark in ")]⦄⟩")
+        if depth <= 0:
+            parts += [text[last : match.start()], match[0].replace(",", "")]
+            last = match.end()
+    return "".join([*parts, text[last:]])
 
 
-def without_thousands(text: str) -> str:
-    """1,234 as 1234."""
-    return THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+OPENING, CLOSING = "([{⦃⟨⌊⌈", ")]}⦄⟩⌋⌉"
+ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{[A-Za-z]+\*?\}")
 
 
-def _trimmed(text: str) -> str:
-    """Without what may stand around an answer."""
-    return re.sub(r"\s+", " ", text).lstrip(" ;:=*").rstrip(" .,;:=*")
+def split_at(text: str, separators: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """What stands between the separators that are in no brackets, and those separators."""
+    places = [*_outside(text, separators)]
+    ends = [0, *(place for match in places for place in match.span()), len(text)]
+    parts = [text[start:end].strip() for start, end in [*pairwise(ends)][::2]]
+    return parts, [match[0].strip() for match in places]
 
 
-PLAIN_UNIT = re.compile(r"(.*[0-9}])(\s*)(\^\s*\{?\s*\\circ\s*\}?|[A-Za-z][A-Za-z/ ]*)(?:\^\{?([23])\}?)?", re.DOTALL)
-WRAPPED_UNIT = re.compile(
-    r"(.*[0-9A-Za-z})])\s*\\(?:text|textrm|mathrm|mbox)\s*"
-    r"\{\s*([A-Za-z][A-Za-z/ .]*)(?:\^([23]))?\}(?:\^\{?([23])\}?)?",
-    re.DOTALL,
-)
-
-
-def _without_unit(text: str) -> tuple[str, str | None]:
-    """The quantity, and its unit if it has one: known ones after anything, other words only after a number."""
-    if match := WRAPPED_UNIT.fullmatch(text):
-        quantity, unit = match[1], _unit(match[2], match[3] or match[4])
-        return (quantity, unit) if is_known(unit) or quantity[-1] in "0123456789}" else (text, None)
-    if (match := PLAIN_UNIT.fullmatch(text)) and not NO_UNITS.match(match[3].replace(r"\circ", "")):
-        quantity, space, words, power = match.groups()
-        if r"\circ" in words:
-            return quantity, "degree"
-        unit = _unit(words, power)
-        is_word = re.match("[A-Za-z]{3}", words) is not None and words.count(" ") <= 2
-        if (is_known(unit) and (space or len(words) > 1)) or (space and is_word):
-            return quantity, unit
-    return text, None
-
-
-def is_known(unit: str | None) -> bool:
-    """Whether the unit differs from others: `5 m` is not `5 km`, but `5 boys` may be `5 children`."""
-    return unit is not None and unit.rstrip("23") in UNITS
-
-
-def _unit(words: str, power: str | None) -> str:
-    """One name for each unit: `square meters` and `m^2` are `m2`."""
-    parts = words.lower().strip(" .").split()
-    powers = [POWERS[part] for part in parts if part in POWERS]
-    name = " ".join(part for part in parts if part not in POWERS)
-    name = KNOWN_UNITS.get(name) or KNOWN_UNITS.get(name.removesuffix("s")) or name
-    return name + (power or (powers[0] if powers else ""))
+def _outside(text: str, separators: re.Pattern[str]) -> list[re.Match[str]]:
+    """The separators that are in no brackets."""
+    depths, depth, at = [0] * (len(text) + 1), 0, 0
+    while at < len(text):
+        mark = text[at]
+        width = 1
+        if match := ENVIRONMENT.match(text, at):
+            depth += 1 if match[1] == "begin" else -1
+            width = len(match[0])
+        elif mark == "\\":
+            width = 2
+        elif mark in OPENING:
+            depth += 1
+        elif mark in CLOSING:
+            depth -= 1
+        for place in range(at, min(at + width, len(text))):
+            depths[place] = max(depth, 1) if mark in CLOSING or width > 2 else depth
+        at += width
+    return [match for match in separators.finditer(text) if depths[match.start()] == 0]

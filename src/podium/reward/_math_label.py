@@ -4,7 +4,7 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward._math_form import tidy
+from podium.reward._math_form import normal
 from podium.reward._math_text import MAX_CHARACTERS, last_boxed, usable
 from podium.reward._numbers import answer_as_text
 
@@ -14,7 +14,7 @@ def expected_answer(answer: Any) -> str:
     text = answer_as_text(answer)
     boxed = last_boxed(text)
     found = usable(text if boxed is None else boxed)
-    if found is None or not tidy(found).text:
+    if found is None or not normal(found):
         raise InputError(f"the answer must have 1 to {MAX_CHARACTERS} characters, not {answer!r:.60}")
     return found
 

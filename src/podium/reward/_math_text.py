@@ -8,11 +8,17 @@ import re
 TAIL = 100_000
 """Characters at the end of a text that are searched for the answer."""
 
+MAX_BOXES = 20
 MAX_CHARACTERS = 1000
 """A longer answer is none."""
 
-BRACE = re.compile(r"(?P<brace>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\}|\\.", re.DOTALL)
+BRACE = re.compile(r"(?P<brace>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\}|(?P<bare>\\boxed(?![A-Za-z])\s*)|\\.", re.DOTALL)
 ANSWER_IS = re.compile(r"\banswer(?:\s+is\b|\s*:)[\s:*]*", re.IGNORECASE)
+BARE_CONTENT = re.compile(
+    r"(?=[-+−–.(\[\\0-9√π]|[A-Za-z](?![A-Za-z]))"
+    r"(?:[^\s$\\{}]|\\[A-Za-z]+(?:\{[^{}\n]{0,99}\}){0,2}|\\[,!%$]|(?<=[0-9]) (?=\\text)){1,200}"
+    r"(?<![.,;:!?*])"
+)
 DELIMITER = re.compile(r"\$\$?|\\.", re.DOTALL)
 CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
 
@@ -35,18 +41,39 @@ def usable(found: str | None) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}` that is closed; the innermost of nested ones."""
+    r"""What stands in the last `\boxed{…}` that is closed, or behind a `\boxed` without braces.
+
+    Of nested boxes the innermost counts. Boxes that only a comma or `and` parts are one answer: a list.
+    """
     text = text[-TAIL:]
-    opened: list[tuple[bool, int]] = []  # for each open brace: whether it is a box's, and where its content begins
-    found = None
+    boxes = sorted(_boxes(text), key=lambda box: box[1])
+    if not boxes:
+        return None
+    last = len(boxes) - 1
+    while last and len(boxes) - last < MAX_BOXES and _joins(text[boxes[last - 1][2] : boxes[last][0]]):
+        last -= 1
+    return ", ".join(text[start:end].strip() for _, start, end in boxes[last:])
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where each box begins, and where its content begins and ends."""
+    opened: list[tuple[int | None, int]] = []  # for each open brace: where its box begins, and where its content does
+    found = []
     for match in BRACE.finditer(text):
         if match[0] == "}":
-            is_box, start = opened.pop() if opened else (False, 0)
-            if is_box and (found is None or start > found[0]):
-                found = start, match.start()
+            box, start = opened.pop() if opened else (None, 0)
+            if box is not None:
+                found.append((box, start, match.start()))
         elif match["brace"]:
-            opened.append((match["box"] is not None, match.end()))
-    return text[slice(*found)] if found else None
+            opened.append((match.start() if match["box"] else None, match.end()))
+        elif match["bare"] and (bare := BARE_CONTENT.match(text, match.end())):
+            found.append((match.start(), match.end(), bare.end()))
+    return found
+
+
+def _joins(between: str) -> bool:
+    """Whether what stands between two boxes makes a list of them."""
+    return len(between) < 40 and re.sub(r"[\s${}]|\\(?:text|quad|,|;|\(|\))", "", between) in (",", "and", ",and")
 
 
 def _after_answer_is(text: str) -> str | None:

@@ -1,31 +1,89 @@
-"""Numbers as people write them, compared as text: no size of number can make a comparison slow.
+r"""Numbers as people write them, compared as text: no size of number can make a comparison slow.
 
-Only the digits 0-9 count. A comma is part of a number where it parts groups of three (1,234). A minus is part of it
-where nothing that it could be subtracted from stands before it: 10-5 holds 10 and 5.
+Only the digits 0-9 count. Groups of three digits may be parted by a comma, `{,}`, a narrow space (`\,`), a space or an
+apostrophe: 18,000 is 18 000. `7/8` and `\frac{7}{8}` are one number, and so is 3 1/2. A minus (or a dash in its place)
+is part of a number where nothing that it could be subtracted from stands before it: 10-5 holds 10 and 5.
 """
 
 import re
 from collections.abc import Iterator
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from podium.errors import InputError
 
-MINUS = "-−"
-NUMBER = re.compile(
-    rf"(?:(?<![\w)])[{MINUS}+])?(?:\\?\$|[€£¥])?"  # a sign, a currency
-    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+MINUS = "-−–"
+PART = r"(?:,\\!|\{,\}|\\[,;: ]|[ '’\u00a0\u2009\u202f~])"
+GROUPED = rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]{{1,3}}(?:{PART}[0-9]{{3}})+(?![0-9])|[0-9]+"
+SMALL = "[0-9]{1,15}"
+SIGN = rf"(?:(?<![\w)])[{MINUS}+])?(?:\\?\$|[€£¥])?"  # and a currency
+PLAIN = rf"(?P<plain>(?<![0-9])(?:{GROUPED})(?:\.[0-9]+)?|\.[0-9]+)"
+LATEX_FRACTION = (
+    rf"(?:(?<![0-9/.])(?P<whole>{SMALL})(?:[ ~]|\\[ ,])?)?\\[dtc]?frac\s*"
+    rf"(?:\{{\s*(?P<top>{SMALL})\s*\}}\s*\{{\s*(?P<bottom>{SMALL})\s*\}}|(?P<tops>[0-9])(?P<bottoms>[0-9]))"
 )
+FRACTION = rf"(?:(?<![0-9/.])(?P<ones>{SMALL}) )?(?<![0-9/.,])(?P<above>{SMALL})/(?P<below>{SMALL})(?![0-9]|[/.,][0-9])"
+NUMBER = re.compile(f"{SIGN}(?:{LATEX_FRACTION}|{FRACTION}|{PLAIN})")
+DECIMAL = re.compile(SIGN + PLAIN)
 
 
 def numbers_in(text: str) -> Iterator[str]:
     """Every number of the text in its normal form: one spelling for each value."""
     for match in NUMBER.finditer(text):
-        whole, _, fraction = match[1].replace(",", "").partition(".")
-        value = whole.lstrip("0") or "0"
-        if fraction.strip("0"):
-            value += "." + fraction.rstrip("0")
+        value = _normal(match)
+        is_negative = match[0][0] in MINUS
+        if (ones := match["whole"] or match["ones"]) and not _is_mixed(match):
+            yield "-" * is_negative + (ones.lstrip("0") or "0")  # 3 5/2 are two numbers
+            is_negative = False
+        yield "-" + value if is_negative and value != "0" else value
+
+
+def decimals_in(text: str) -> Iterator[str]:
+    """The same without fractions: 36/2 holds 36 and 2, because a quotient is no integer that was worked out."""
+    for match in DECIMAL.finditer(text):
+        value = _decimal(match["plain"])
         yield "-" + value if match[0][0] in MINUS and value != "0" else value
+
+
+def _is_mixed(match: re.Match[str]) -> bool:
+    """Whether a number and a fraction behind it are one: 3 1/2."""
+    above, below = _terms(match)
+    return above < below
+
+
+def _terms(match: re.Match[str]) -> tuple[int, int]:
+    above = match["top"] or match["tops"] or match["above"]
+    return int(above), int(match["bottom"] or match["bottoms"] or match["below"])
+
+
+def _normal(match: re.Match[str]) -> str:
+    return _fraction(match) if match["plain"] is None else _decimal(match["plain"])
+
+
+def _decimal(written: str) -> str:
+    whole, _, fraction = re.sub("[^0-9.]", "", written).partition(".")
+    value = whole.lstrip("0") or "0"
+    return value + "." + fraction.rstrip("0") if fraction.strip("0") else value
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """A fraction in lowest terms, as a decimal where that ends."""
+    above, below = _terms(match)
+    if below == 0:
+        return f"{above}/0"  # equals no number
+    ones = int(match["whole"] or match["ones"] or 0) if _is_mixed(match) else 0
+    value = ones + Fraction(above, below)
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    if rest > 1:
+        return f"{value.numerator}/{value.denominator}"
+    places = value.denominator.bit_length()
+    digits = str(value.numerator * 10**places // value.denominator).rjust(places + 1, "0")
+    whole, fraction = digits[:-places], digits[-places:].rstrip("0")
+    return f"{whole}.{fraction}" if fraction else whole
 
 
 def last_number(text: str) -> str | None:
@@ -47,7 +105,7 @@ def answer_as_text(answer: Any) -> str:
 
 def expected_integer(answer: Any) -> str:
     """The only number of an answer, an integer, in its normal form; anything else is an `InputError`."""
-    found = list(numbers_in(answer_as_text(answer)))
+    found = list(decimals_in(answer_as_text(answer)))
     if len(found) != 1 or "." in found[0]:
         raise InputError(f"the answer must hold one integer, not {answer!r:.60}")
     return found[0]

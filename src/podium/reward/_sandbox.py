@@ -8,9 +8,9 @@ time is up.
 
 import ast
 import os
-import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,8 @@ from typing import Any, Literal
 from podium.errors import InputError
 from podium.reward._inside import launch  # importing it here also leaves it compiled for the sandbox
 from podium.reward._inside._plain import framed, from_plain, plain
+from podium.reward._threads import wait_and_answer
+from podium.terminal import warn
 
 Sandbox = Literal["bubblewrap", "weak"]
 INSIDE = Path(launch.__file__).parent
@@ -89,6 +91,11 @@ def refuse_sandbox(kind: Sandbox) -> None:
             'namespaces (in a container: --security-opt seccomp=unconfined), or ask for sandbox = "weak" in the '
             "reward's table: limits and a system call filter only, the user's files can be read and written"
         )
+    if not _has_threads(kind):
+        warn(
+            f"warning: sandbox = {kind!r}: programs cannot start threads on this machine, and one that tries fails; it "
+            "needs Linux 5.5 and a container whose runtime does not listen to seccomp filters itself"
+        )
 
 
 @lru_cache
@@ -102,14 +109,29 @@ def _problem(kind: Sandbox) -> str | None:
     return None if printed == ["ready\n"] else "a first program did not run"
 
 
+@lru_cache
+def _has_threads(kind: Sandbox) -> bool:
+    program = "import threading; threading.Thread(target=int).start()"
+    return run_with_inputs(program, [""], Limits(10.0, 10.0, 512), kind) == [""]
+
+
 def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandbox) -> list[Any]:
     """The messages that the launcher wrote, its "ready" aside."""
-    content = framed(plain(dict(given))) + framed(plain(tests))
-    with _files(content) as (source, sink, complaints), _command(kind) as (command, folder):
+    mine, its = socket.socketpair()
+    content = framed(plain({**given, "supervisor": its.fileno()})) + framed(plain(tests))
+    with mine, its, _files(content) as (source, sink, complaints), _command(kind) as (command, folder):
         process = subprocess.Popen(
-            command, stdin=source, stdout=sink, stderr=complaints, env=ENVIRONMENT, cwd=folder, process_group=0
+            command,
+            stdin=source,
+            stdout=sink,
+            stderr=complaints,
+            env=ENVIRONMENT,
+            cwd=folder,
+            process_group=0,
+            pass_fds=[its.fileno()],
         )
-        _wait_or_kill(process, limit_s)
+        its.close()
+        _wait_or_kill(process, limit_s, mine)
         messages = list(_messages(_read(sink)))
         if messages[:1] != [launch.READY]:
             raise SandboxError(f"the sandbox did not start: {_read(complaints).decode(errors='replace')[-300:]}")
@@ -126,13 +148,12 @@ def _messages(data: bytes) -> Iterator[Any]:
         data = data[end:]
 
 
-def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float) -> None:
-    """Waits on the kernel's word that it ended: `Popen.wait` with a limit looks every now and then."""
+def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float, launcher: socket.socket) -> None:
+    """Waits on the kernel's word that it ended: `Popen.wait` with a limit looks every now and then. Meanwhile it
+    answers the questions for threads."""
     life = os.pidfd_open(process.pid)
     try:
-        poll = select.poll()
-        poll.register(life, select.POLLIN)
-        poll.poll(max(0.0, limit_s) * 1000)
+        wait_and_answer(life, limit_s, launcher)
     finally:
         os.close(life)
         with suppress(ProcessLookupError):

@@ -1,21 +1,26 @@
 """The driver's end of the template process, which forks reward workers and buries them."""
 
 import asyncio
+import codecs
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from podium.errors import RewardFailedError
+from podium.terminal import printable
 
 START_S = 120.0
 """For the template to import the rewards, and for a worker to say that it is there."""
 BURIAL_S = 10.0
+FLUSH_S = 2.0
+"""For the last prints of rewards."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Workers share the cores between them; and a process without other threads forks safely."""
 BOOT = """
@@ -28,6 +33,36 @@ main(given)
 """
 
 
+class Relay:
+    """Hands what rewards print on to the standard error, as text that a terminal can show.
+
+    Workers do not write there themselves: it may be a file that is larger than they may write.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._thread = threading.Thread(target=self._run, name="prints of rewards", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """When the writers have ended; one that escaped may hold the other end open."""
+        self._thread.join(timeout=FLUSH_S)
+
+    def _run(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        with open(self._descriptor, "rb", buffering=0) as prints:
+            while data := prints.read(1 << 16):
+                _write(printable(decoder.decode(data)))
+
+
+def _write(text: str) -> None:
+    """A full disk loses prints, and nothing else."""
+    data = text.encode("utf-8", "backslashreplace")
+    with suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
 class Template:
     """Started when the first worker is needed, and again should it die."""
 
@@ -35,6 +70,7 @@ class Template:
         self._recipes, self._memory_mb = list(recipes), memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._relay: Relay | None = None
         self._starting, self._burying = asyncio.Lock(), asyncio.Lock()
 
     async def fork(self) -> socket.socket:
@@ -71,7 +107,9 @@ class Template:
                 self._process.wait(timeout=BURIAL_S)
             self._process.kill()
             self._process.wait()
-        self._control = self._process = None
+        if self._relay is not None:
+            self._relay.close()
+        self._control = self._process = self._relay = None
 
     async def _started(self) -> socket.socket:
         async with self._starting:
@@ -86,17 +124,20 @@ class Template:
         mine.setblocking(False)
         given = {"driver": os.getpid(), "control": theirs.fileno(), "path": sys.path}
         given |= {"rewards": self._recipes, "memory_mb": self._memory_mb}
-        with theirs, tempfile.TemporaryFile() as file:
+        prints_out, prints_in = os.pipe()
+        with theirs, tempfile.TemporaryFile() as file, os.fdopen(prints_in, "wb") as prints:
             file.write(json.dumps(given).encode())
             file.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT],
                 stdin=file,
-                stdout=2,  # a reward's prints must not mix with the run's own output
+                stdout=prints,  # a reward's prints must not mix with the run's own output
+                stderr=prints,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | ONE_THREAD,
                 start_new_session=True,  # an interrupt from the keyboard is for the driver alone
             )
+        self._relay = Relay(prints_out)
         try:
             problem = await self._greeted(mine)
         except BaseException:

@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from podium.reward._classes import Normalised, bound_reward
 from podium.reward._contract import Style, style_of
 from podium.reward._inside._limits import hide_from_others
 from podium.reward._messages import OUT_OF_MEMORY, Failed, Outcome, decode, encode_outcome
+from podium.terminal import warn
 
 MAX_FILE_BYTES = 1 << 30
 MAX_OPEN_FILES = 512
@@ -94,7 +94,7 @@ class Template:
         try:
             pid = os.fork()
         except OSError as error:  # no room for one more: the driver sees the socket closed and tries again
-            print(f"podium: cannot fork a reward worker: {error}", file=sys.stderr)
+            warn(f"podium: cannot fork a reward worker: {error}")
             pid = -1
         if pid == 0:
             try:

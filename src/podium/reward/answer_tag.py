@@ -9,7 +9,7 @@ from typing import Any
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
 from podium.reward._markup import last_block
-from podium.reward._numbers import expected_integer, numbers_in
+from podium.reward._numbers import decimals_in, expected_integer
 from podium.reward._thinking import judges_answer
 
 
@@ -31,4 +31,4 @@ def check(row: Row) -> None:
 def answer_tag(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
     block = last_block(rollout.text, "answer")
-    return float(block is not None and list(numbers_in(block)) == [label(prompt.answer)])
+    return float(block is not None and list(decimals_in(block)) == [label(prompt.answer)])

@@ -12,11 +12,12 @@ from pydantic import Field
 
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
-from podium.reward._numbers import expected_integer, numbers_in
+from podium.reward._numbers import GROUPED, MINUS, decimals_in, expected_integer
 from podium.reward._thinking import judges_answer
 
 MARKER = "####"
 INTEGER = r"-?[0-9]+(?!\.?[0-9])"
+FOLLOWING = re.compile(rf"\s*([{MINUS}]?(?:{GROUPED}))(?![0-9]|[.,/][0-9])")
 
 
 def check(row: Row) -> None:
@@ -40,9 +41,9 @@ def arithmetic(
     if fallback:
         found = re.findall(INTEGER, rollout.text)
         return 0.2 * bool(marker) + 1.0 * bool(found and _same(found[-1], prompt.answer))
-    match = re.match(rf"\s*({INTEGER})", tail) if marker else None
+    match = FOLLOWING.match(tail) if marker else None
     return 0.0 if match is None else 0.2 + 1.0 * _same(match[1], prompt.answer)
 
 
 def _same(found: str, answer: object) -> bool:
-    return list(numbers_in(found)) == [expected_integer(answer)]
+    return list(decimals_in(found)) == [expected_integer(answer)]

@@ -1,9 +1,11 @@
 """1 if the last number of the text is the answer's, else 0; commas and units do not count.
 
-The answer is a number (`18`, `"1,200"`, `"$18"`) or GSM8K's own text, whose answer stands after `####`. `18.00` equals
-`18`; see `_numbers.py` for what is a number.
+The answer is a number (`18`, `"1,200"`, `"$18"`, `"7/8"`) or GSM8K's own text, whose answer stands after `####`.
+`18.00` equals `18`; see `_numbers.py` for what is a number. An answer of several numbers (`12:30`, `10^6`) or with a
+word such as `million` is refused when the rows are loaded, because no single number in it is meant.
 """
 
+import re
 from typing import Any
 
 from podium.errors import InputError
@@ -13,15 +15,21 @@ from podium.reward._numbers import answer_as_text, last_number, numbers_in
 from podium.reward._thinking import judges_answer
 
 MARKER = "####"
+SCALE = re.compile(r"[0-9]\s*(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def expected_number(answer: Any) -> str:
     """The number after the last `####`; without that marker the last number of the answer."""
     _, marker, tail = answer_as_text(answer).rpartition(MARKER)
-    found = next(numbers_in(tail), None) if marker else last_number(tail)
-    if found is None:
+    found = list(numbers_in(tail))
+    if not found:
         raise InputError(f"no number in the answer {answer!r:.60}; give one, or a text that ends in '#### 18'")
-    return found
+    if SCALE.search(tail) or (len(found) > 1 and not WORD.search(tail)):
+        raise InputError(
+            f"the answer {answer!r:.60} is not a single number in digits; give one such as 18, 7/8 or 1,200"
+        )
+    return found[0] if marker else found[-1]
 
 
 def check(row: Row) -> None:

@@ -15,7 +15,7 @@ from podium.errors import EngineError, InputError
 from podium.model.thinking import decode_answer
 from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
 from podium.stages import Engine
-from podium.temperature import Temperature
+from podium.temperature import Temperature, TopP
 
 
 class SingleTurn:
@@ -35,7 +35,7 @@ class SingleTurn:
         temperature: Annotated[Temperature, Field(description="of the sampled distribution")] = 1.0,
         max_new_tokens: Annotated[int, Field(ge=1, description="longest answer, the stop token included")] = 256,
         top_k: Annotated[int, Field(ge=1)] | None = None,
-        top_p: Annotated[float, Field(gt=0, le=1)] | None = None,
+        top_p: TopP | None = None,
         stop: Annotated[list[str], Field(description="texts of one token each that end an answer too")] = [],  # noqa: B006
         system: Annotated[str | None, Field(description="system message put before every prompt")] = None,
         max_retries: Annotated[
@@ -45,7 +45,7 @@ class SingleTurn:
         self._engine, self._tokenizer, self._vocabulary = engine, tokenizer, vocabulary
         self._rollouts_per_prompt, self._seed, self._purpose = rollouts_per_prompt, seed, purpose
         self._max_retries = max_retries
-        extra = [_single_id(tokenizer, text) for text in stop]
+        extra = [i for text in stop for i in _single_ids(tokenizer, text)]
         self._sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(sorted({*stop_ids, *extra})))
 
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
@@ -132,8 +132,12 @@ def check_answer(answer: Answer, count: int, sampling: Sampling, vocabulary: int
             raise EngineError(f"prompt {answer.key}: a logprob that is no finite number of at most 0")
 
 
-def _single_id(tokenizer: Any, text: str) -> int:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise InputError(f"rollout.stop: {text!r} is {len(ids)} tokens of this model; give texts of one token each")
-    return ids[0]
+def _single_ids(tokenizer: Any, text: str) -> set[int]:
+    """The tokens that write `text`. Some tokenizers have two: they put a space before a text's first word, so the
+    token inside a text is another one than the token of the text alone."""
+    alone, before, inside = (tokenizer.encode(part, add_special_tokens=False) for part in (text, "\n", f"\n{text}"))
+    follows = inside[len(before) :] if inside[: len(before)] == before else []
+    found = {ids[0] for ids in (alone, follows) if len(ids) == 1}
+    if not found:
+        raise InputError(f"rollout.stop: {text!r} is {len(alone)} tokens of this model; give texts of one token each")
+    return found

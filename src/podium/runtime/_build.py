@@ -1,23 +1,25 @@
 """From settings to the parts that every runtime needs: data, rewards, engine, reports, the card of the run."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from podium.advantage._assign import assign_advantages
+from podium.advantage._assign import assign_advantages, check_advantages
+from podium.contracts import check_call, checked, is_users, user_code
 from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.errors import InputError
 from podium.filter import filter_groups
 from podium.ledger import Ledger
-from podium.lookup import choices, find
+from podium.lookup import choices, find, option_fields
 from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.model.load import Policy, choose_device
 from podium.pack import pack
-from podium.records import Plan, ReferenceSettings, Row
+from podium.records import Group, Plan, PolicyLoss, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.reward._combine import NamedReward
 from podium.reward._scoring import Scoring
@@ -26,7 +28,7 @@ from podium.runtime._memory import MemoryPlan
 from podium.runtime._reference import check_reference
 from podium.runtime._rewards import ScoringRecipe, named_reward
 from podium.runtime._watch import Watch
-from podium.sections import CorrectionSection, DataSource, Reward, SeparateReference
+from podium.sections import CorrectionSection, DataSource, Eval, Reward, SeparateReference
 from podium.settings import Settings
 from podium.stages import Engine, Stages
 from podium.trainer._optimizer import check_optimizer
@@ -80,7 +82,13 @@ def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
     """Reads every source. It needs no model, so bad data is told before one is loaded."""
     read = []
     for table in tables:
-        rows = find("data", table.name)(**table.options)
+        with user_code("data.name", table.name):
+            rows = find("data", table.name)(**table.options)
+        others = [row for row in rows if not isinstance(row, Row)] if isinstance(rows, (list, tuple)) else [rows]
+        if others:
+            raise InputError(
+                f"data.name = {table.name!r} returned a {type(others[0]).__name__}; it must return a list of podium.Row"
+            )
         some = rows[: table.max_rows]
         named = [Row(row.messages, row.answer, row.reward, row.source or table.name, row.metadata) for row in some]
         read.append(ReadSource(table, named, len(rows) - len(some)))
@@ -232,8 +240,17 @@ def check_rewards(settings: Settings) -> None:
 
 def build_advantages(settings: Settings) -> Any:
     """Groups in, groups with advantages out."""
-    function = partial(find("advantage", settings.advantage.name), **settings.advantage.options)
-    return partial(assign_advantages, function=function)
+    name, options = settings.advantage.name, settings.advantage.options
+    assigned = partial(_assigned, partial(find("advantage", name), **options), name)
+    if is_users(name):  # now: the first group with signal may come much later
+        with user_code("advantage.name", name):
+            check_advantages(assigned.args[0], [0.0, 1.0, 0.5])
+    return assigned
+
+
+def _assigned(function: Any, name: str, groups: Sequence[Group]) -> list[Group]:
+    with user_code("advantage.name", name):
+        return assign_advantages(groups, function=function)
 
 
 def build_objective(settings: Settings) -> Objective:
@@ -244,11 +261,26 @@ def build_objective(settings: Settings) -> Objective:
         fields = given.correction.model_dump()
         correction = Correction(**{**fields, "sequence_band": fields["sequence_band"] or None})
     shared = {key: getattr(given, key) for key in ("average", "constant", "old", "kl_beta", "kl_estimator", "kl_in")}
+    function = partial(find("loss", given.name), **given.options)
     return Objective(
-        policy_loss=partial(find("loss", given.name), **given.options),
+        policy_loss=partial(_users_loss, function, given.name) if is_users(given.name) else function,
         correction=correction,
         **{key: value for key, value in shared.items() if value is not None},
     )
+
+
+def _users_loss(function: Any, name: str, policy_logprobs: Any, old_logprobs: Any, batch: Any) -> PolicyLoss:
+    """A loss of the user's, whose result is looked at before it is averaged."""
+    with user_code("loss.name", name):
+        parts = function(policy_logprobs, old_logprobs, batch)
+    if not isinstance(parts, PolicyLoss):
+        raise InputError(f"loss.name = {name!r} returned a {type(parts).__name__}; return podium.records.PolicyLoss")
+    if getattr(parts.per_token, "shape", None) != policy_logprobs.shape:
+        raise InputError(
+            f"loss.name = {name!r}: per_token has the shape {list(getattr(parts.per_token, 'shape', ()))} and the "
+            f"logprobs have {list(policy_logprobs.shape)}; give one value for each token"
+        )
+    return parts
 
 
 def build_reference(settings: Settings) -> ReferenceSettings | None:
@@ -262,8 +294,20 @@ def build_reference(settings: Settings) -> ReferenceSettings | None:
 def build_filter(settings: Settings) -> Any:
     """`accept` is looked up like any other name of user code."""
     given = settings.filter
-    accept = None if given.accept is None else find("filter", given.accept)
+    accept = None
+    if given.accept is not None:
+        found = find("filter", given.accept, "filter.accept")
+        check_call("filter", "filter.accept", given.accept, found, {})
+        accept = partial(_accepted, found, given.accept)
     return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
+
+
+def _accepted(function: Any, name: str, group: Group) -> bool:
+    with user_code("filter.accept", name):
+        verdict = function(group)
+        if verdict is None or inspect.isawaitable(verdict):
+            raise TypeError(f"it returned a {type(verdict).__name__}; return True or False")
+        return bool(verdict)
 
 
 def build_pack(settings: Settings, memory: MemoryPlan, ranks: int = 1) -> Any:
@@ -281,10 +325,22 @@ def build_pack(settings: Settings, memory: MemoryPlan, ranks: int = 1) -> Any:
 def make_trainer(settings: Settings, policy: Policy, plan: Plan, memory: MemoryPlan) -> Any:
     options = settings.trainer.options | {"gradient_checkpointing": memory.gradient_checkpointing}
     wiring = (policy, build_objective(settings), plan.steps, build_reference(settings), settings.pack.shared_prefix)
-    return find("trainer", settings.trainer.name)(*wiring, **options)
+    name = settings.trainer.name
+    make = find("trainer", name)
+    if is_users(name) and "gradient_checkpointing" not in option_fields(make):
+        del options["gradient_checkpointing"]
+    with user_code("trainer.name", name):
+        return checked("trainer", name, make(*wiring, **options))
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:
-    """The rollout's options with `[eval]`'s sampling."""
+    """The rollout's options with `[eval]`'s sampling; a stage of the user's need not have all of that."""
     own = {"temperature": settings.eval.temperature, "top_k": settings.eval.top_k, "top_p": settings.eval.top_p}
-    return settings.rollout.options | own
+    taken = option_fields(find("rollout", settings.rollout.name))
+    for key, value in own.items():
+        if key not in taken and value != Eval.model_fields[key].default:
+            raise InputError(
+                f"eval.{key} = {value} has no effect: rollout.name = {settings.rollout.name!r} has no option {key!r}; "
+                "remove it, or give the stage that option"
+            )
+    return settings.rollout.options | {key: value for key, value in own.items() if key in taken}

@@ -26,6 +26,8 @@ def make_core(
 
     `line`: this process is one of several ranks, and rank 0's two stand for those of all of them.
     """
+    if line is not None:
+        line.note_loaded(policy)
     trainer = make_trainer(settings, policy, plan, memory)
     if line is None:
         return trainer, make_engine(settings, policy, snapshot=plan.needs_snapshot, on_event=on_event)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from podium.contracts import checked, user_code
 from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.device_thread import one_team
@@ -21,7 +22,7 @@ from podium.runtime._around import Around
 from podium.settings import Settings
 from podium.stages import Engine
 from podium.sync._delivery import Delivery
-from podium.sync._probe import TOLERANCE
+from podium.sync._probe import Noise
 
 
 def cpu_team(settings: Settings) -> AbstractContextManager[None]:
@@ -47,7 +48,8 @@ def make_engine(
         wiring += (None if precision == "float32" else getattr(torch, precision),)
     if "overlaps" in takes:
         wiring += (settings.run.max_lag > 0,)
-    engine = make(*wiring, **settings.engine.options)
+    with user_code("engine.name", settings.engine.name):
+        engine = checked("engine", settings.engine.name, make(*wiring, **settings.engine.options))
     if hasattr(engine, "in_flight"):
         engine.in_flight = settings.run.in_flight
     if on_event is not None and hasattr(engine, "on_event"):
@@ -61,7 +63,8 @@ def make_rollout(
     """`purpose` keeps the seeds of training, evaluation and checks apart."""
     make, seed = find("rollout", settings.rollout.name), settings.run.seed
     wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
-    return make(*wiring, **options)
+    with user_code("rollout.name", settings.rollout.name):
+        return checked("rollout", settings.rollout.name, make(*wiring, **options))
 
 
 def make_delivery(
@@ -74,8 +77,8 @@ def make_delivery(
     kind: type[Delivery] = Delivery,
 ) -> Delivery:
     """From trainer to engine, with the probe that proves each push."""
-    probe, tolerance = probe_ids(settings, data), parity_tolerance(settings, engine)
-    return kind(trainer, engine, policy, probe, tolerance, folder.path, folder.run_id)
+    probe, noise = probe_ids(settings, data), Noise(coarsest_precision(settings, engine))
+    return kind(trainer, engine, policy, probe, noise, folder.path, folder.run_id)
 
 
 class TrainsAlone(Around):
@@ -122,7 +125,7 @@ def probe_ids(settings: Settings, data: OrderedData) -> list[int]:
     return (ids * 2)[: max(2, min(longest, len(ids)))]
 
 
-def parity_tolerance(settings: Settings, engine: Any) -> float:
-    """Wider where one side computes in bfloat16; otherwise both round alike, or nearly."""
+def coarsest_precision(settings: Settings, engine: Any) -> str:
+    """In which one of the two sides computes: what rounding may do to logprobs follows from it."""
     precisions = {settings.trainer.options.get("precision", "float32"), getattr(engine, "dtype", "float32")}
-    return max(TOLERANCE[precision] for precision in precisions)
+    return "bfloat16" if "bfloat16" in precisions else "float32"

@@ -16,18 +16,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from podium.checkpoint import FolderCheckpoint, Hooks, newest_checkpoint
-from podium.checkpoint_files import read_tensors
+from podium.checkpoint_files import list_checkpoints, read_tensors, step_of
 from podium.data._order import OrderedData
 from podium.errors import CheckpointError, InputError, WeightsError
 from podium.ledger import Ledger
 from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
 from podium.model.load import Policy
-from podium.report.console import to_terminal
 from podium.resume_rules import changes, check_changes
 from podium.run_folder import RunFolder
 from podium.runtime._memory import MemoryPlan
 from podium.settings import Settings
+from podium.terminal import warn
 
+OTHER_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
+"""Keys of an adapter_config.json that scale an adapter otherwise than by alpha / r."""
 COMMAND_S = 600.0
 """Seconds that `checkpoint.on_checkpoint` may take."""
 GUARDED = """
@@ -66,23 +68,24 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
     """`begin` gives the trainer the weights that a new run starts from."""
     command = settings.checkpoint.on_checkpoint
 
-    def accept(text: str) -> None:
-        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder)
+    def accept(text: str, step: int) -> None:
+        _accept_settings(Settings.from_dict(tomllib.loads(text)), settings, folder, step)
 
     def committed(place: Path, step: int) -> None:
         if command is not None:
             _run_command(command, folder, place, step)
 
-    return Hooks(begin, accept, committed, to_terminal)
+    return Hooks(begin, accept, committed, warn)
 
 
-def _accept_settings(before: Settings, after: Settings, folder: RunFolder) -> None:
+def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step: int) -> None:
     """The settings of the checkpoint against today's, which also finds a settings.toml that was edited by hand.
 
     A change that was accepted once stays so until a checkpoint has it.
     """
     accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
-    check_changes(before, after, {*folder.allowed_changes, *accepted})
+    for warning in check_changes(before, after, {*folder.allowed_changes, *accepted}, step):
+        warn(warning)
     if new := [key for key in changes(before, after) if key not in accepted]:
         folder.event("changed", keys=new)
 
@@ -97,8 +100,13 @@ def check_start(settings: Settings) -> None:
 
 
 def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
-    """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new."""
+    """The weights of `start_from` or `adapter_from` into the trainer; its optimizer and counters stay new.
+
+    Several ranks are compared, whatever they start from.
+    """
     given = settings.checkpoint
+    if hasattr(trainer, "check_same"):
+        trainer.check_same("after the model was loaded")
     if given.start_from is not None:
         _named(
             "checkpoint.start_from",
@@ -106,7 +114,11 @@ def load_start(settings: Settings, policy: Policy, trainer: Any) -> None:
             lambda place: trainer.load_weights(read_tensors(newest_checkpoint(place))),
         )
     if given.adapter_from is not None:
-        _named("checkpoint.adapter_from", given.adapter_from, lambda folder: _load_adapter(policy, folder))
+        _named(
+            "checkpoint.adapter_from",
+            given.adapter_from,
+            lambda folder: trainer.load_weights(_adapter_weights(policy, folder)),
+        )
 
 
 def _named(key: str, path: Path, read: Callable[[Path], Any]) -> Any:
@@ -123,25 +135,32 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "adapter_config.json").read_text())
 
 
-@torch.no_grad()
-def _load_adapter(policy: Policy, folder: Path) -> None:
-    """Only tensors are read; the adapter's shape and scale are those of the settings and must agree."""
+def _adapter_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter of a LoRA folder by the names of a checkpoint, as every rank's trainer takes it.
+
+    Only tensors are read; the adapter's shape and scale are those of the settings and must agree.
+    """
     given, mine = _adapter_config(folder), policy.peft.peft_config["default"]
     for key, name in (("r", "r"), ("lora_alpha", "alpha")):
         if given.get(key) != getattr(mine, key):
             raise InputError(f"it has {key} = {given.get(key)}; set model.lora.{name} to that")
-    own = dict(policy.named_weights())
+    for key in OTHER_SCALES:
+        if given.get(key):
+            raise InputError(f"it has {key} = {given[key]!r}, and this run scales every layer by alpha / r")
     found = load_file(folder / "adapter_model.safetensors")
     found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
-    check_weights(found, own, folder.name)
-    for name, tensor in own.items():
-        tensor.copy_(found[name])
+    own = dict(policy.named_trained())
+    # Names and numbers. The trainer knows the shapes: where weights are spread over ranks, a parameter here does not.
+    check_weights(found, {name: found.get(name, parameter) for name, parameter in own.items()}, folder.name)
+    names = {id(parameter): name for name, parameter in policy.trained_parameters().items()}
+    return {f"weights.{names[id(parameter)]}": found[name] for name, parameter in own.items()}
 
 
-def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> None:
+def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan, step: int | None = None) -> None:
     """Room for the checkpoints that are kept, one more while it is written, and the trained model.
 
-    A run that commits less often than that has fewer.
+    A run that commits less often than that has fewer. Checkpoints that a resumed run finds give way to its new ones,
+    but for those after the `step` that it begins from.
     """
     keep, every = settings.checkpoint.keep, settings.checkpoint.every
     commits = -(-settings.run.steps // every) if every else 1
@@ -149,15 +168,25 @@ def check_space(settings: Settings, folder: RunFolder, memory: MemoryPlan) -> No
     moving = memory.reference if settings.model.reference not in (None, "initial") else 0
     each = memory.trained + memory.optimizer + moving
     needed = each * at_once + memory.trained
+    own = _own_bytes(folder, step)
+    missing = max(each, needed - own)
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    if needed > free:
+    if missing > free:
+        already = f", {missing / 1e9:.3g} GB more than it has already" if own else ""
         raise InputError(
             f"run.folder = {str(folder.path)!r}: {at_once} checkpoint{'s' * (at_once > 1)} of {each / 1e9:.3g} GB, as "
-            f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB, the disk has "
+            f"many as there will be at once, and the trained model need {needed / 1e9:.3g} GB{already}, the disk has "
             f"{free / 1e9:.3g} GB free; make room, {'lower checkpoint.keep, ' * (at_once > 2)}or give another "
             "folder"
         )
+
+
+def _own_bytes(folder: RunFolder, step: int | None) -> int:
+    """Of what the run will delete by itself: its checkpoints, and what a kill left half-written."""
+    kept = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) <= step]
+    files = (file for place in (*kept, *folder.leftovers()) for file in (place, *place.rglob("*")))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
@@ -182,4 +211,4 @@ def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> Non
     folder.event("on_checkpoint", step=step, exit_code=code)
     if code != 0:
         ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
-        to_terminal(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
+        warn(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")

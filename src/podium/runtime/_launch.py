@@ -1,7 +1,8 @@
 """`runtime.ranks = N`: the same command in N processes, started and watched by torchrun.
 
 The command that a user gave stays in front: it hands the job to torchrun as a file, waits, and gives back what rank 0
-wrote beside it. If one rank dies, torchrun ends the others.
+wrote beside it. If one rank dies, torchrun ends the others. A rank that fails writes its error beside the job too, so
+that the command names the cause and not only that a rank was lost.
 """
 
 import json
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,9 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import InputError, PodiumError, RankError
+from podium.terminal import warn
 
 START_LIMIT = timedelta(minutes=10)
 """How long the ranks wait for each other in a collective call before the run is given up."""
+END_S = 10.0
+"""After an error, how long rank 0 tries to tell the others the end. One that waits for it inside a pass hears nothing
+before rank 0's process ends."""
+
+
+RANKS_PER_CORE = 8
 
 
 def is_rank() -> bool:
@@ -45,6 +55,17 @@ def check_packages(settings: Any) -> None:
         raise InputError("trainer.name = 'deepspeed': DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'")
 
 
+def check_room(settings: Any, ranks: int) -> None:
+    """NCCL takes one rank for a GPU. On a CPU ranks are for trying things out, and more than a few a core only wait."""
+    import torch
+
+    on_cpu = settings.model.device == "cpu" or not torch.cuda.is_available()
+    most = RANKS_PER_CORE * len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
+    if ranks > most:
+        kind = f"{RANKS_PER_CORE} for each CPU core" if on_cpu else "one for each GPU"
+        raise InputError(f"runtime.ranks = {ranks}: this machine has room for {most}, {kind}; lower it")
+
+
 def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """Runs the job on all ranks; the summary that rank 0 wrote, or its error."""
     with tempfile.TemporaryDirectory(prefix="podium-ranks-") as folder:
@@ -55,12 +76,19 @@ def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
         process = subprocess.Popen([*command, "-m", "podium.runtime._rank", str(path)], env=environment)
         _wait(process)
         result = path.with_name("result.json")
-        if not result.exists():
-            raise RankError(f"the ranks ended without a result (torchrun's exit code {process.returncode})")
-        written = json.loads(result.read_text())
+        written: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": "RankError"}
+        if written.get("error") in (None, "RankError"):  # also a run that torchrun stopped because a rank had failed
+            written = _cause(path) or written
     if "error" in written:
-        raise _as_error(written)
+        code = process.returncode
+        raise _as_error({"message": f"the ranks ended without a result (torchrun's exit code {code})", **written})
     return written["summary"]
+
+
+def _cause(path: Path) -> dict[str, Any] | None:
+    """What a rank met that was not another one's failure, the first of them."""
+    troubles = [json.loads(file.read_text()) for file in sorted(path.parent.glob("trouble-*.json"))]
+    return next((trouble for trouble in troubles if trouble["error"] != "RankError"), None)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
@@ -84,7 +112,7 @@ def _as_error(written: dict[str, Any]) -> PodiumError:
 
 
 def run_rank(path: Path) -> int:
-    """One rank, from its start to its end."""
+    """One rank, from its start to its end; what it fails at is written beside the job."""
     import torch.distributed as dist
 
     from podium.runtime._ranks import join
@@ -93,19 +121,30 @@ def run_rank(path: Path) -> int:
     job = json.loads(path.read_text())
     settings = Settings.from_dict(job["settings"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if _has_cuda() else "gloo", timeout=START_LIMIT)
-    if join().rank:
-        return _follow(settings)
-    return _lead(path.with_name("result.json"), job, settings)
+    rank = join().rank
+    try:
+        return _follow(settings) if rank else _lead(path.with_name("result.json"), job, settings)
+    except Exception as error:
+        if not isinstance(error, PodiumError):
+            warn(traceback.format_exc())
+        trouble = {"error": type(error).__name__, "message": f"rank {rank}: {_named(error)}"}
+        unfinished = path.with_name(f"trouble-{rank}.tmp")
+        unfinished.write_text(json.dumps(trouble))
+        unfinished.rename(path.with_name(f"trouble-{rank}.json"))
+        return 0 if isinstance(error, InputError) else 1  # rank 0 has the same settings, and is left to say so
+
+
+def _named(error: Exception) -> str:
+    return str(error) if isinstance(error, PodiumError) else f"{type(error).__name__}: {error}"
 
 
 def _lead(result: Path, job: dict[str, Any], settings: Any) -> int:
     """The command itself, as if there were no other ranks."""
     from podium.run import resume, train
     from podium.run_folder import RunFolder
-    from podium.runtime._ranks import join
 
     written: dict[str, Any]
-    line, code = join(), 0
+    code = 0
     try:
         if job["folder"] is None:
             summary = train(settings, console_mode=job["console_mode"])
@@ -117,12 +156,33 @@ def _lead(result: Path, job: dict[str, Any], settings: Any) -> int:
     except PodiumError as error:
         written, code = {"error": type(error).__name__, "message": str(error)}, 1
     result.write_text(json.dumps(written))
+    return code or _end_others()
+
+
+def _end_others() -> int:
+    """Tells the other ranks that all is done."""
+    from podium.runtime._ranks import join
+
     try:
-        with line.order("end"):
-            pass
-    except RankError:
+        with join().order("end"):
+            return 0
+    except (RankError, AssertionError):  # lost, or a thread of this process is stuck with an order
         return 1
-    return code
+
+
+def end_process(code: int) -> None:
+    """Of a rank. One that failed ends at once, though a thread of it, or another rank, may be stuck in a pass."""
+    from podium.runtime._ranks import join
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not code:
+        sys.exit(0)
+    if not join().rank:
+        telling = threading.Thread(target=_end_others, daemon=True)
+        telling.start()
+        telling.join(timeout=END_S)
+    os._exit(code)
 
 
 def _follow(settings: Any) -> int:
@@ -133,14 +193,7 @@ def _follow(settings: Any) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = join()
-    try:
-        serve_rank(settings, read_sources(settings.data), line)
-    except InputError:
-        return 0  # rank 0 has the same settings and says so
-    except PodiumError as error:
-        print(f"podium: rank {line.rank}: {error}", file=sys.stderr)  # rank 0 only sees that it is gone
-        return 1
+    serve_rank(settings, read_sources(settings.data), join())
     return 0
 
 

@@ -12,7 +12,13 @@ from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
 from podium.model.logprobs import MAX_CHUNK_ELEMENTS, kept_bytes
-from podium.model.memory import checkpointed_bytes_per_token, device_bytes, saved_bytes_per_token
+from podium.model.memory import (
+    available_bytes,
+    cache_elements_per_token,
+    checkpointed_bytes_per_token,
+    device_bytes,
+    saved_bytes_per_token,
+)
 from podium.sections import SeparateReference
 from podium.settings import Settings
 from podium.trainer._optimizer import state_bytes
@@ -38,6 +44,9 @@ class MemoryPlan:
     """In bytes, unless it says tokens."""
 
     device: int
+    """All that the device has, by which batches are cut: a resumed run must cut them alike."""
+    available: int
+    """What other programs leave of it at the moment."""
     weights: int
     trained: int
     optimizer: int
@@ -50,6 +59,8 @@ class MemoryPlan:
     max_tokens_per_batch: int
     longest_document: int
     """Tokens of the longest prompt and answer that the run can have."""
+    tokens_per_step: int
+    """Most tokens that a step can train."""
     gradient_checkpointing: bool
 
     @property
@@ -59,7 +70,16 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        return self.fixed + self.per_token * max(self.max_tokens_per_batch, self.longest_document)
+        return self.fixed + self.per_token * self.largest_batch
+
+    @property
+    def largest_batch(self) -> int:
+        """Tokens that a batch can really have: no more than a step has, and a document is never cut."""
+        return max(min(self.max_tokens_per_batch, self.tokens_per_step), self.longest_document)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= min(self.device, self.available)
 
 
 def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> MemoryPlan:
@@ -73,16 +93,19 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     precision: torch.dtype = getattr(torch, options.get("precision", "float32"))
     tokens = settings.pack.max_tokens_per_batch
     most = tokens or most_tokens(policy.device.type, sum(p.numel() for _, p in every))
+    a_step = settings.run.prompts_per_step * settings.run.rollouts_per_prompt * longest
     held: dict[str, Any] = {
         "device": device_bytes(policy.device),
+        "available": available_bytes(policy.device),
         "weights": weights,
         "trained": trained,
         "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": _cache(settings, policy, longest_prompt, longest_answer),
-        "logits": _logits(policy, precision, max(most, longest)),
+        "logits": _logits(policy, precision, max(min(most, a_step), longest)),
         "longest_document": longest,
+        "tokens_per_step": a_step,
     }
     plain = saved_bytes_per_token(policy, None if precision == torch.float32 else precision)
     if is_compiled(policy.model, options.get("compile")):
@@ -101,7 +124,7 @@ def _logits(policy: Policy, precision: torch.dtype, most_tokens: int) -> int:
     """Of a chunk, with what is made of them, and what the forward pass keeps: of the largest batch that there may be,
     since what it takes decides how large batches are."""
     itemsize = min(precision.itemsize, policy.model.dtype.itemsize)
-    every = most_tokens * policy.model.config.vocab_size * itemsize  # type: ignore[operator]
+    every = most_tokens * policy.vocabulary * itemsize
     return 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type] + min(kept_bytes(policy.device), every)
 
 
@@ -171,22 +194,19 @@ def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answ
         return 0
     if settings.engine.name.startswith("vllm") and policy.device.type == "cuda":
         return 0  # within its share
-    config: Any = policy.model.config
+    dtype = _half_on_cuda(settings, policy) or policy.model.dtype
+    per_token = cache_elements_per_token(policy.model) * dtype.itemsize
     if policy.device.type == "cuda":  # a group shares its prompt's
-        dtype = _half_on_cuda(settings, policy) or policy.model.dtype
         capacity = Capacity.fitting(
-            config,
-            dtype,
+            per_token,
+            policy.vocabulary,
             device_bytes(policy.device),
             rollouts=settings.plan.prompts_per_window * settings.run.rollouts_per_prompt,
             group=settings.run.rollouts_per_prompt,
             concurrency=num_slots(settings),
             longest=(longest_prompt, max(1, longest_answer)),
         )
-        return capacity.cache_bytes(config, dtype)
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * policy.model.dtype.itemsize
+        return capacity.cache_bytes(per_token, policy.vocabulary)
     return per_token * num_slots(settings) * (longest_prompt + longest_answer)
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from podium.runtime._launch import run_rank
+from podium.runtime._launch import end_process, run_rank
 
 if __name__ == "__main__":
-    sys.exit(run_rank(Path(sys.argv[1])))
+    end_process(run_rank(Path(sys.argv[1])))

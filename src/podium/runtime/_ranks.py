@@ -12,8 +12,9 @@ share of the rollouts.
 import asyncio
 import contextlib
 import functools
+import json
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from podium.errors import EngineError, RankError
+from podium.errors import EngineError, PodiumError, RankError
 from podium.model.device_thread import on_device_thread
+from podium.model.evidence import Held, is_among, weights_digest
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, Request, Sampling, UpdateResult
 from podium.runtime import _wire as wire
@@ -45,6 +47,8 @@ class Line:
         self._board = dist.distributed_c10d._get_default_store()
         self._number = 0
         """Orders so far."""
+        self.loaded = b""
+        """A digest of the model as this rank loaded it."""
 
     @contextlib.contextmanager
     def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
@@ -61,6 +65,10 @@ class Line:
                 yield
         finally:
             self._lock.release()
+
+    def note_loaded(self, policy: Any) -> None:
+        """Before a trainer spreads the model over the ranks, which then have to agree on it."""
+        self.loaded = weights_digest((*policy.model.named_parameters(), *policy.model.named_buffers()))
 
     def hear(self) -> tuple[str, bytes]:
         name, content = self._receive(0).decode(), self._receive(0)
@@ -146,16 +154,45 @@ class RankedTrainer:
         return state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._line.order("load_state", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
-            self._trainer.load_state(tensors)
+        self._load("load_state", tensors, self._trainer.load_state)
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with self._line.order("start_from", [wire.tensors_to_bytes(tensors)] * self._line.ranks):
-            self._trainer.load_weights(tensors)
+        self._load("start_from", tensors, self._trainer.load_weights)
+
+    def check_same(self, when: str) -> None:
+        """Raises `RankError` unless every rank holds rank 0's weights, frozen ones included."""
+        with self._line.order("digest"):
+            try:
+                mine = _held(self._trainer, self._line)
+            finally:
+                replies = self._line.replies()
+        for rank, theirs in enumerate(replies, 1):
+            if theirs != mine:
+                raise RankError(
+                    f"rank {rank} holds other weights than rank 0 {when}; every rank must read the same model: compare "
+                    "the folder or the cached revision of model.name on their machines"
+                )
+
+    def _load(self, order: str, tensors: Mapping[str, torch.Tensor], load: Callable[[Any], None]) -> None:
+        """On every rank. One that cannot says why, and the ranks are compared afterwards."""
+        with self._line.order(order, [wire.tensors_to_bytes(tensors)] * self._line.ranks):
+            try:
+                load(tensors)
+            finally:
+                replies = self._line.replies()
+        for rank, complaint in enumerate(replies, 1):
+            if complaint:
+                raise RankError(f"rank {rank} cannot load the weights: {complaint.decode()}")
+        self.check_same("after weights were loaded")
 
     def save_model(self, folder: str) -> None:
         with self._line.order("weights"):
             self._trainer.save_model(folder)
+
+
+def _held(trainer: Trainer, line: Line) -> bytes:
+    """What this rank holds: what it loaded, and its trained weights as they are now, gathered where they are spread."""
+    return line.loaded + weights_digest(trainer.weights())
 
 
 def _of_rank(rank: int) -> str:
@@ -204,6 +241,16 @@ class RankedEngine:
                     raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
         return mine
 
+    async def held(self) -> Held:
+        """Rank 0's; a rank whose engine holds something else is named."""
+        with self._line.order("engine_held"):
+            async with self._replies() as replies:
+                mine: Held = await self._engine.held()  # type: ignore[attr-defined]
+            for rank, content in enumerate(replies, 1):
+                if not is_among(Held.from_json(json.loads(content)), [mine]):
+                    raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
+        return mine
+
     @contextlib.asynccontextmanager
     async def _replies(self) -> AsyncIterator[list[bytes]]:
         """Filled at the end of the block, however it ends: a reply left behind would stand before the next order."""
@@ -231,11 +278,13 @@ class RankedEngine:
 def follow(line: Line, trainer: Any, engine: Engine | None) -> None:
     """What every rank but 0 does until it is told to end."""
     while True:
-        name, content = line.hear()
+        with _lost_ranks_named():
+            name, content = line.hear()
         if name == "end":
             return
         try:
-            asyncio.run(_obey(name, content, line, trainer, engine))
+            with _lost_ranks_named():
+                asyncio.run(_obey(name, content, line, trainer, engine))
         except RankError:
             continue  # another rank's trouble: rank 0 knows and will say how it goes on
 
@@ -253,13 +302,28 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
             trainer.state()
         finally:
             line.reply(wire.tensors_to_bytes(random_state()))
-    elif name == "load_state":
-        _load_state(wire.tensors_from_bytes(content), line.rank, trainer)
-    elif name == "start_from":
-        trainer.load_weights(wire.tensors_from_bytes(content))
+    elif name in ("load_state", "start_from"):
+        _load(name, wire.tensors_from_bytes(content), line, trainer)
+    elif name == "digest":
+        line.reply(_held(trainer, line))
     else:
         assert engine is not None
         await _obey_engine(name, content, line, trainer, engine)
+
+
+def _load(name: str, tensors: Mapping[str, torch.Tensor], line: Line, trainer: Trainer) -> None:
+    """Replies with what is wrong with them, or with nothing."""
+    complaint = "its process failed"
+    try:
+        if name == "start_from":
+            trainer.load_weights(tensors)
+        else:
+            _load_state(tensors, line.rank, trainer)
+        complaint = ""
+    except PodiumError as error:
+        complaint = str(error)
+    finally:
+        line.reply(complaint.encode())
 
 
 def _load_state(tensors: Mapping[str, torch.Tensor], rank: int, trainer: Trainer) -> None:
@@ -284,6 +348,9 @@ async def _obey_engine(name: str, content: bytes, line: Line, trainer: Trainer, 
     elif name == "engine_score":
         found = await engine.score(torch.frombuffer(bytearray(content), dtype=torch.int64).tolist())
         line.reply(torch.tensor(found, dtype=torch.float64).numpy().tobytes())
+    elif name == "engine_held":
+        held = await engine.held()  # type: ignore[attr-defined]
+        line.reply(json.dumps(await on_device_thread(held.to_json)).encode())
     elif name == "load_weights":
         await engine.load_weights(trainer.weights(), int(content))
     else:

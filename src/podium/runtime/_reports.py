@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 from typing import Any
 
+from podium.contracts import checked, user_code
 from podium.errors import InputError
 from podium.ledger import Ledger
 from podium.lookup import find
@@ -40,5 +41,6 @@ def build_reports(
     for choice in given:
         make = find("report", choice.name)
         wants_folder = "folder" in inspect.signature(make).parameters
-        made.append(make(*([folder] if wants_folder else []), **choice.options))
+        with user_code("report.name", choice.name):
+            made.append(checked("report", choice.name, make(*([folder] if wants_folder else []), **choice.options)))
     return made

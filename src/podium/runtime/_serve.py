@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from podium.server.served import Maker, Served
 from podium.server.weights import AdapterShape
 from podium.settings import Settings, override
 from podium.stages import Engine
+from podium.terminal import warn
 from podium.trained import find_trained
 
 MIN_TOKEN = 16
@@ -71,7 +71,7 @@ def serve(options: ServeOptions, overrides: list[str]) -> int:
 
 
 def _log(message: str) -> None:
-    print(f"podium serve: {message}", file=sys.stderr, flush=True)
+    warn(f"podium serve: {message}")
 
 
 def _public_name(model: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from podium.contracts import checked, user_code
 from podium.data._order import OrderedData
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
@@ -64,7 +65,9 @@ def wire(
     every_report = build_reports(settings, folder, ledger, console_mode, pieces)
     card = run_card(settings.to_dict(), folder.path, plan.steps)
     reports = Reports(every_report, folder, ledger, card, settings.to_toml(), parts.memory.max_tokens_per_batch)
-    sync = find("sync", settings.sync.name)(parts.delivery, **settings.sync.options)
+    with user_code("sync.name", settings.sync.name):
+        made = find("sync", settings.sync.name)(parts.delivery, **settings.sync.options)
+    sync = checked("sync", settings.sync.name, made)
     stages = Stages(
         data=data,
         rollout=LoggedRollout(

@@ -66,7 +66,8 @@ def flyte(
     rollout_memory: Annotated[str, Field(description="of a rollout container")] = "16Gi",
     trainer_memory: Annotated[str, Field(description="of the trainer's container")] = "32Gi",
     image: Annotated[
-        str | None, Field(description="container image; by default one is built with this version of Podium")
+        str | None,
+        Field(description="container image; by default one is built with this very Podium, and vLLM if it samples"),
     ] = None,
     hub_token_from: Annotated[
         str | None, Field(description="name of the Flyte secret that holds the model hub's token")
@@ -79,8 +80,7 @@ def flyte(
 
     now = driving()
     assert now is not None, "called by the driver's task"
-    gpus, memory = (rollout_gpu, trainer_gpu), (rollout_memory, trainer_memory)
-    configure(replicas, warm, gpus, memory, image, hub_token_from)
+    configure(settings)
     return wire(now, settings, folder, stop_requested, step, console_mode, replicas[1], prompts_per_task)
 
 

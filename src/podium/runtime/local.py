@@ -52,7 +52,7 @@ def local(
     scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
     check_retirement(settings, scoring, data)
     memory = memory_plan(settings, policy, max(data.lengths))
-    check_space(settings, folder, memory)
+    check_space(settings, folder, memory, step)
     trainer, engine = make_core(settings, policy, plan, memory, join() if ranks > 1 else None, folder.event)
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     stepping, reference = with_reference(stepping, settings)

@@ -106,7 +106,7 @@ def ray(
     limits = Limits(start_s, frozen_s, stalled_s, recovery_s, max_restarts)
     staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:
-        return wire(settings, folder, _parts(settings, folder, staff, *read), stop_requested, step, console_mode)
+        return wire(settings, folder, _parts(settings, folder, step, staff, *read), stop_requested, step, console_mode)
     except BaseException:
         staff.close()
         raise
@@ -119,6 +119,7 @@ ray.starts_ranks = True  # type: ignore[attr-defined]
 def _parts(
     settings: Settings,
     folder: RunFolder,
+    step: int | None,
     staff: Staff,
     rows: Sequence[ReadSource],
     held_out_rows: Sequence[ReadSource],
@@ -135,7 +136,7 @@ def _parts(
     trainer, engine, scoring = staff.trainer, staff.engine, staff.rewards.scoring
     check_scoring(scoring, sources)
     check_retirement(settings, scoring, data)
-    check_space(settings, folder, memory)
+    check_space(settings, folder, memory, step)
     return Parts(
         plan=plan,
         policy=policy,

@@ -2,6 +2,7 @@
 
     POST /generate        prompts in, answers out; `stream`: a line of JSON a prompt, as soon as it is whole
     POST /score           logprobs of given tokens
+    POST /held            checksums of the weights that the engine samples with
     POST /reload_weights  a published folder under the root becomes what is served
     POST /join_transfer /receive_weights  weights from GPU to GPU (transfer.py)
     POST /claim /release  which run owns the weights
@@ -33,13 +34,14 @@ from podium.server.openai import OpenAi
 from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
 from podium.server.transfer import Transfer, transfer_ranks
-from podium.server.waiting import unless_gone
+from podium.server.waiting import READ, unless_gone
 from podium.server.wire import (
     ClaimBody,
     Generate,
     ReleaseBody,
     Reload,
     Score,
+    Show,
     check_asked,
     check_ids,
     cut_at_texts,
@@ -55,11 +57,11 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     clients call the model."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = _Routes(served, engine_name, log)
-    app.get("/health")(routes.health)
-    app.get("/info")(routes.info)
-    app.get("/metrics")(routes.metrics_text)
+    for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
+        app.api_route(path, methods=READ)(answer)
     app.post("/generate")(routes.generate)
     app.post("/score")(routes.score)
+    app.post("/held")(routes.held)
     app.post("/reload_weights")(routes.reload_weights)
     app.post("/claim")(routes.claim)
     app.post("/release")(routes.release)
@@ -143,6 +145,13 @@ class _Routes:
             raise Refusal(422, f"token_ids: more than the context of {self.max_context_tokens} allows")
         try:
             return JSONResponse(await self._served.score(body.token_ids))
+        except Exception as error:
+            raise failure(error) from None
+
+    async def held(self, body: Show) -> JSONResponse:
+        self._served.claims.check(body.run)
+        try:
+            return JSONResponse(await self._served.held())
         except Exception as error:
             raise failure(error) from None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from podium.server.limits import check_head, check_json, read_body
+from podium.server.limits import check_head, check_json, check_size, read_body
 from podium.server.refusal import Refusal
 
 LINGER_S = 1.0
@@ -40,6 +40,7 @@ class Door:
             return
         answer = _Answer(send, scope["path"])
         try:
+            check_size(scope)
             self._check_token(scope)
             await self.app(scope, await self._checked(scope, receive), answer.send)
         except Refusal as refusal:

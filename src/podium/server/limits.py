@@ -17,6 +17,8 @@ MAX_STRINGS = 20_000
 MAX_DIGITS = 20
 """Of one integer; 64 bits have 19."""
 MAX_HEADER_BYTES = 16 << 10
+"""Of the request line and all headers, checked where they are whole (`check_size`); h11 cuts longer ones off while
+they arrive."""
 HEADER_S = 10.0
 """From a connection, or the end of an answer on it, to a whole header."""
 BODY_S = 20.0
@@ -28,6 +30,13 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """One that does not end is a match too: else each quote in it would be tried to the end."""
 LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_DIGITS + 1))
 BRACKET = re.compile(rb"[\[\]{}]")
+
+
+def check_size(scope: Mapping[str, Any]) -> None:
+    """A header that arrives in one piece is not cut off by h11, however long it is."""
+    line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
+    if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+        raise Refusal(431, f"the request line and the headers have more than {MAX_HEADER_BYTES} bytes")
 
 
 def check_head(method: str, headers: Mapping[bytes, bytes]) -> None:

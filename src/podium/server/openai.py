@@ -22,7 +22,7 @@ from podium.records import Answer, Request, Sampling
 from podium.server._chat import Chat, choice
 from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
-from podium.server.waiting import unless_gone
+from podium.server.waiting import READ, unless_gone
 from podium.server.wire import check_asked, cut_at_texts
 
 
@@ -36,8 +36,8 @@ class OpenAi:
         self._max_context_tokens, self._started = max_context_tokens, int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.model)
+        app.api_route("/v1/models", methods=READ)(self.models)
+        app.api_route("/v1/models/{name:path}", methods=READ)(self.model)
         app.post("/v1/chat/completions")(self.chat)
 
     async def models(self) -> JSONResponse:

@@ -22,12 +22,15 @@ from podium.records import Answer, Request, Sampling
 from podium.server.claims import Claims, Scope
 from podium.server.gate import Gate
 from podium.server.refusal import Refusal
+from podium.server.waiting import within
 from podium.server.weights import AdapterShape, Published, locate, read, shape_of
 from podium.stages import Engine
 
 HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
 RESTORE_PAUSE_S = 1.0
+LOCATE_S, READ_S = 20.0, 1800.0
+"""What a disk may take for two small files, and for all weights of a large model."""
 OWN_VERSION = 0
 """Of the weights that the server began with."""
 
@@ -112,6 +115,15 @@ class Served:
                 "run": self.run,
             }
 
+    async def held(self) -> dict[str, Any]:
+        """What the engine's own tensors are, as checksums; None where it cannot show them."""
+        async with self.gate.answering():
+            self.check_alive()
+            show = getattr(self.engine, "held", None)
+            held = None if show is None else await show()
+            sealed = None if held is None else await on_device_thread(held.to_json)
+            return {"held": sealed, "policy_version": self.version, "run": self.run}
+
     async def reload(self, name: str, version: int, in_flight: bool, run: str | None) -> str:
         """The hash of the weights that are served from now on."""
         if self._waiting_reloads >= MAX_WAITING_RELOADS:
@@ -120,9 +132,9 @@ class Served:
         try:
             async with self._one_reload:
                 self.claims.check_writer(run)
-                published = await asyncio.to_thread(locate, self.root, name)
+                published = await within(LOCATE_S, f"a look at {name}", locate, self.root, name)
                 if published.shape == shape_of(self.policy):
-                    weights = await asyncio.to_thread(read, published, self.policy, version)
+                    weights = await within(READ_S, f"reading {name}", read, published, self.policy, version)
                     await self._swap(weights, version, run, in_flight)
                 else:
                     await self._rebuild(published, version, run)
@@ -176,10 +188,10 @@ class Served:
     async def _rebuild(self, published: Published, version: int, run: str | None) -> None:
         """An engine for weights of another kind; they are checked against its policy first."""
         try:
-            policy = await asyncio.to_thread(self._maker.policy, published.shape)
+            policy = await within(READ_S, "loading the model", self._maker.policy, published.shape)
         except InputError:
             raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
-        weights = await asyncio.to_thread(read, published, policy, version)
+        weights = await within(READ_S, f"reading {published.folder.name}", read, published, policy, version)
         async with self.gate.swapping():
             await self._replace(policy, weights, version, run)
 
@@ -217,7 +229,7 @@ class Served:
                 nothing = {name: torch.zeros_like(tensor) for name, tensor in self.policy.named_weights()}
                 await self._swap(nothing, OWN_VERSION, None, in_flight=False)
                 return
-            policy = await asyncio.to_thread(self._maker.own_policy)
+            policy = await within(READ_S, "loading the model", self._maker.own_policy)
             weights = dict(policy.named_weights())
             if self._own_shape == shape_of(self.policy):
                 await self._swap(weights, OWN_VERSION, None, in_flight=False)

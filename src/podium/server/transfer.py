@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from podium.model.handoff import in_saved_format
 from podium.server.refusal import Refusal
 from podium.server.served import Served
 from podium.server.wire import Body, RunId
@@ -70,7 +71,9 @@ class Transfer:
 
     def _check_shapes(self, body: Receive) -> None:
         """Before any tensor comes: what does not fit would overwrite what is served."""
-        mine = {name: list(tensor.shape) for name, tensor in self._served.policy.named_weights()}
+        policy = self._served.policy
+        saved = in_saved_format(policy.model, policy.named_weights())
+        mine = {name: list(tensor.shape) for name, tensor in saved}
         if len(body.names) != len(body.shapes) or len(body.names) != len(body.dtype_names):
             raise Refusal(422, "names, dtype_names and shapes must have one entry a tensor")
         if dict(zip(body.names, body.shapes, strict=True)) != mine:

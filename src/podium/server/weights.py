@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from podium.errors import WeightsError
+from podium.files import read_regular
 from podium.model.handoff import manifest_of, read_published
 from podium.model.load import Policy
 from podium.server.refusal import Refusal
@@ -91,9 +92,7 @@ def shape_of(policy: Policy) -> AdapterShape | None:
 
 def _json(path: Path, name: str) -> dict[str, Any]:
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError
-        value = json.loads(path.read_text())
+        value = json.loads(read_regular(path, max_bytes=MAX_JSON_BYTES, follow_links=False))
         if not isinstance(value, dict):
             raise ValueError
     except (OSError, ValueError, RecursionError):

@@ -99,6 +99,10 @@ class Score(Body):
     run: RunId | None = None
 
 
+class Show(Body):
+    run: RunId | None = None
+
+
 class Reload(Body):
     id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\z")]
     """Name of a published folder right under the server's root."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from podium.model.device_thread import on_device_thread
+from podium.model.evidence import Held, difference
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
 from podium.stages import Engine, Trainer
 from podium.sync._guard import check_finite
-from podium.sync._probe import check_parity
+from podium.sync._probe import Noise, check_parity
 
 KEPT_FOLDERS = 2
 """Published folders that stay: the one in use and the one before it."""
@@ -24,7 +25,7 @@ class Delivery:
     engine: Engine
     policy: Policy
     probe: Sequence[int]
-    tolerance: float
+    noise: Noise
     folder: Path
     """Of the run; weights are published under it unless a channel is told another place."""
     run_id: str = "run"
@@ -39,10 +40,15 @@ class Delivery:
                 return
             await self.check_weights(version)
             await carry(version)
-            await check_parity(self.trainer, self.engine, self.probe, version, self.tolerance)
+            await check_parity(self.trainer, self.engine, self.probe, version, self.noise, self.difference)
 
     async def check_weights(self, version: int) -> None:
         await on_device_thread(check_finite, self.trainer.weights(), f"before the push of policy version {version}")
+
+    async def difference(self, held: Held) -> str | None:
+        """What of an engine's weights is not the trainer's."""
+        scale = None if self.policy.peft is None else self.policy.adapter_scale
+        return await on_device_thread(difference, self.trainer.weights(), held, scale)
 
     async def by_folder(self, root: Path | None, version: int) -> None:
         """Publishes the trainer's weights and has the engine read them; older folders go once it has."""

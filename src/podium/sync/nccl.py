@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 
 from podium.errors import EngineError, InputError, PodiumError
+from podium.model.handoff import in_saved_format
 from podium.sync._delivery import Delivery
 
 
@@ -44,7 +45,8 @@ class Nccl:
         engine: Any = self._delivery.engine
         if getattr(engine, "outlives_run", False):
             await engine.claim(self._delivery.run_id, "run")
-        weights = [(name, tensor.detach().contiguous()) for name, tensor in self._delivery.trainer.weights()]
+        saved = in_saved_format(self._delivery.policy.model, self._delivery.trainer.weights())
+        weights = [(name, tensor.detach().contiguous()) for name, tensor in saved]
         if self._group is None:
             port = self._port or free_port(self._address)
             meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + engine.transfer_ranks}

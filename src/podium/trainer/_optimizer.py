@@ -99,5 +99,5 @@ def load_optimizer_state(
                 else part_for(parameter, value.clone())
                 if value.shape == parameter.shape
                 else value.clone().to(parameter.device)
-                for slot, value in slots.items()
+                for slot, value in sorted(slots.items())  # the same order on every rank
             }

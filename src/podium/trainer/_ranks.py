@@ -4,8 +4,12 @@ Each rank holds all parameters and a part of the step's batches. A batch's loss 
 gradients and sums of metrics simply add up. Every rank ends with the same bits and makes the same update.
 
 The ranks must ask the same things in the same order. So an error inside a pass is told to the others, which then stop
-with a `RankError`. A process that dies tells nothing: gloo sees its connection close and raises a RuntimeError at once;
-with NCCL, or where a process only hangs, the others wait until the timeout given to `init_process_group`.
+with a `RankError`. That works only where a pass itself asks the others nothing. Where it does (weights are gathered,
+gradients are reduced on the way), the others wait inside the pass for the rank that failed, and would take an answer to
+another question for what they wait for. Then the error is raised as it is and ends the rank's process.
+
+A process that dies tells nothing: gloo sees its connection close and raises a RuntimeError at once; with NCCL, or where
+a process only hangs, the others wait until torchrun kills them or the timeout given to `init_process_group` has passed.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,8 +47,13 @@ def worst_over_ranks(outcome: Outcome, device: torch.device) -> Outcome:
     return Outcome(int(worst))
 
 
-def together(function: Callable[[], T], device: torch.device) -> T:
-    """Its result; an error on one rank stops all. It must ask the other ranks nothing itself."""
+def together(function: Callable[[], T], device: torch.device, *, asks_others: bool = False) -> T:
+    """Its result; an error on one rank stops all.
+
+    `asks_others`: the function meets the other ranks itself, so its error cannot be told to them and ends this process.
+    """
+    if asks_others:
+        return function()
     try:
         result = function()
     except Exception:

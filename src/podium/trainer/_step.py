@@ -65,14 +65,19 @@ def _attempt(
     *,
     can_cut: bool,
 ) -> dict[str, torch.Tensor] | None:
-    """The sums of this rank's batches, or None if these or another rank's do not fit. One rank's error stops all."""
+    """The sums of this rank's batches, or None if these or another rank's do not fit. One rank's error stops all.
+
+    Without `can_cut` the passes themselves ask the other ranks, and an error is raised as it is (`together`).
+    """
     totals, device = None, parts[0].row.token_ids.device
     try:
         totals = accumulate_gradients(logprobs_of, parts, loss, backward)
     except Exception as error:
         is_too_large = isinstance(error, torch.OutOfMemoryError)
-        if is_too_large and not can_cut:
-            raise TooLargeError(NOT_AGAIN) from error
+        if not can_cut:
+            if is_too_large:
+                raise TooLargeError(NOT_AGAIN) from error
+            raise
         if not is_too_large or all(part.batch.num_documents == 1 for part in parts):
             worst_over_ranks(Outcome.FAILED, device)
             raise
@@ -151,7 +156,8 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
     def share(values: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, values, 0).double().sum() / batch.num_loss_tokens
 
-    gap = logprobs - batch.rollout_logprobs
+    before = logprobs if batch.old_logprobs is None else batch.old_logprobs
+    gap = before - batch.rollout_logprobs  # of the policy before the first update: its own movement is none of it
     ratio = gap.exp()
     return {
         "loss/total": output.loss.detach().double(),

@@ -29,6 +29,8 @@ from podium.trainer._ranks import sum_over_ranks
 from podium.trainer.single import Single
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+BEFORE_FIRST_PASS = {2: -1, 3: 0}
+"""DeepSpeed's `micro_step_id` before the first backward pass of a step, by stage: then gradients are not added."""
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -71,15 +73,15 @@ class Deepspeed(Single):
             raise InputError(
                 "model.reference: trainer.name = 'deepspeed' can take the initial model under LoRA only; use 'fsdp'"
             )
-        self._zero = zero
+        self._zero, self._offload = zero, offload
         super().__init__(policy, loss, total_steps, reference, shared_prefix, **options)
-        self._start(offload)
+        self._start()
 
     @property
     def is_sharded(self) -> bool:  # type: ignore[override]
         return self._zero == 3
 
-    def _start(self, offload: bool) -> None:
+    def _start(self) -> None:
         deepspeed = _import_deepspeed(self._policy.device)
         model: Any = self._model
         head = model.get_output_embeddings().weight
@@ -99,7 +101,7 @@ class Deepspeed(Single):
                 "zero_force_ds_cpu_optimizer": False,
                 "zero_optimization": {
                     "stage": self._zero,
-                    **({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+                    **({"offload_optimizer": {"device": "cpu"}} if self._offload else {}),
                 },
                 "steps_per_print": 1 << 60,
             },
@@ -134,10 +136,22 @@ class Deepspeed(Single):
     def _apply_gradients(self, is_finite: bool) -> None:
         if is_finite:
             self._engine.step()
-            return
-        for group in self._optimizer.averaged_gradients:
-            self._optimizer.averaged_gradients[group] = None
-        self._optimizer.zero_grad(set_to_none=True)
+        else:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """What DeepSpeed does itself with a step that it skips: the next backward pass overwrites every accumulator.
+
+        Otherwise its counter of backward passes goes on, and the next one adds to what this one has left.
+        """
+        optimizer = self._optimizer
+        optimizer.zero_grad(set_to_none=True)
+        for accumulator in ("averaged_gradients", "all_grad_tensors"):
+            for group in getattr(optimizer, accumulator, {}):
+                getattr(optimizer, accumulator)[group] = None
+        optimizer.micro_step_id = BEFORE_FIRST_PASS[self._zero]
+        if self._offload:
+            optimizer.reset_cpu_buffers()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._policy.named_trained():

@@ -58,7 +58,11 @@ class Fsdp(Single):
     def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return super()._part_for(parameter, whole)
-        return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements)
+        # Every rank has the whole tensor and cuts its own part. If rank 0 sent the parts instead, ranks that load
+        # their tensors in different orders would get each other's.
+        whole = whole.to(parameter.device)
+        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return part.clone()  # or a part would keep the memory of the whole
 
     def _sum_gradients(self) -> None:
         """Done in the backward pass."""

@@ -29,6 +29,8 @@ from podium.trainer._reference import Reference
 from podium.trainer._schedule import Schedule, rate_at
 from podium.trainer._step import gradients_of_update, halved, logprobs_by_rollout
 
+OF_OLD_POLICY = ("mismatch/abs_mean", "mismatch/k1", "mismatch/k3", "mismatch/outside_share")
+"""Metrics that compare the sampler with the policy before the first update of a step."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -38,7 +40,7 @@ class Single:
     is_sharded: ClassVar[bool] = False
     """Whether a rank holds a part of each weight only; then an engine needs a copy of its own."""
     can_cut: ClassVar[bool] = True
-    """Whether a pass that ran out of memory can begin again, with smaller batches."""
+    """Whether a pass that ran out of memory can begin again, with smaller batches: not where passes ask other ranks."""
 
     def __init__(
         self,
@@ -191,9 +193,12 @@ class Single:
         self._optimizer.param_groups[0]["lr"] = lr
         prepared = self._prepare(batches)
         parts = [list(part) for _, part in groupby(prepared, key=lambda placed: placed.batch.minibatch)]
+        # Passes by the policy as it was: those of the first epoch where a snapshot of it was taken, else of one update.
+        by_old_policy = len(parts) if prepared[0].batch.old_logprobs is not None else 1
         first_passes: list[tuple[Batch, torch.Tensor]] = []
         updates = [
-            self._update(part, first_passes if epoch == 0 else []) for epoch in range(self._epochs) for part in parts
+            self._update(part, first_passes if number < by_old_policy else [])
+            for number, part in enumerate(parts * self._epochs)
         ]
         is_updated = any(not update["optim/skipped"] for update in updates)
         self._num_steps += is_updated
@@ -202,7 +207,10 @@ class Single:
         return UpdateResult(
             updated=is_updated,
             num_loss_tokens=sum(part[0].batch.num_loss_tokens for part in parts),
-            metrics={name: fmean(update[name] for update in updates) for name in updates[0]}
+            metrics={
+                name: fmean(update[name] for update in (updates[:by_old_policy] if name in OF_OLD_POLICY else updates))
+                for name in updates[0]
+            }
             | {
                 "optim/lr": lr,
                 "optim/updates": float(sum(1 - update["optim/skipped"] for update in updates)),
@@ -232,14 +240,19 @@ class Single:
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Placed]:
         """What must be checked, or frozen, before the first update: old logprobs, reference logprobs, advantages."""
-        placed = together(partial(self._placed, batches), self._policy.device)
+        device = self._policy.device
+        together(partial(self._check, batches), device)
+        placed = together(partial(self._placed, batches), device, asks_others=not self.can_cut)
         made = self._loss.prepare([each.batch for each in placed], sum_over_ranks)
         return [replace(each, batch=batch) for each, batch in zip(placed, made, strict=True)]
 
-    def _placed(self, batches: Sequence[Batch]) -> list[Placed]:
+    def _check(self, batches: Sequence[Batch]) -> None:
+        """The first look at a prefix asks no other rank: trainers whose passes do have no shared ones."""
         for batch in batches:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
+
+    def _placed(self, batches: Sequence[Batch]) -> list[Placed]:
         placed = []
         takes_snapshot = self._has_several_updates and self._loss.takes_snapshot
         for batch in batches:
@@ -266,12 +279,13 @@ class Single:
         return self._logprobs(placed)[0]
 
     def _update(self, batches: Sequence[Placed], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
-        """One optimizer step; a gradient that is not finite makes none. `passes` takes what the policy's passes saw."""
+        """One optimizer step; a gradient that is not finite makes none. `passes` takes what the old policy gave."""
 
         def logprobs_of(placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, entropies = self._logprobs(placed)
             if len(placed.row.loss_places):  # a spare batch has none
-                passes.append((placed.batch, logprobs.detach()))
+                old = placed.batch.old_logprobs
+                passes.append((placed.batch, logprobs.detach() if old is None else old))
             return logprobs, entropies
 
         self._model.train()

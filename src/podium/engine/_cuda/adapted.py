@@ -14,7 +14,7 @@ class AdaptedLinear(torch.nn.Module):
 
     def __init__(self, base: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
-        self.weight, self.bias, self._scale = base.weight, base.bias, scale
+        self.weight, self.bias, self.scale = base.weight, base.bias, scale
         self.out_features = base.out_features
         self._linear = exact_linear if isinstance(base, ExactLinear) else linear
         shapes = {"a": (rank, base.in_features), "b": (base.out_features, rank)}
@@ -28,5 +28,9 @@ class AdaptedLinear(torch.nn.Module):
         self.a.copy_(a)
         self.b.copy_(b)
 
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        """scale · B·A·x"""
+        return linear(linear(x, self.a), self.b) * self.scale
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x, self.weight, self.bias) + linear(linear(x, self.a), self.b) * self._scale
+        return self._linear(x, self.weight, self.bias) + self.branch(x)

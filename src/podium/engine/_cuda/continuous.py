@@ -8,6 +8,7 @@ decoded for a few steps more, to no effect, and the device never waits for the h
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from podium.engine._cuda.decode_step import Capacity, DecodeStep
 from podium.engine._cuda.roster import Roster, Seat, ladder, rung_for
 from podium.engine._draft import Draft
-from podium.model.memory import device_bytes
+from podium.model.forward import decoder_states, head_weight
+from podium.model.memory import cache_elements_per_token, device_bytes
 from podium.model.row import Segments
 from podium.model.transfer import to_device
 from podium.records import Answer, Request, Sampling
@@ -107,16 +109,24 @@ class Continuous:
             self._step = DecodeStep(self._model, wanted, self._compute_dtype)
         return self._step
 
+    @cached_property
+    def _elements_per_token(self) -> int:
+        return cache_elements_per_token(self._model)
+
     def take_weights(self) -> None:
         """After new ones were laid into the model: what the steps keep a copy of."""
         if self._step is not None:
             self._step.take_head()
 
+    def faults(self) -> list[str]:
+        """Where the captured steps read other weights than the model's, for people."""
+        return [] if self._step is None else self._step.faults(self._model)
+
     def _capacity_for(self, requests: Sequence[Request], sampling: Sampling) -> Capacity:
         rollouts = sum(len(request.seeds) for request in requests)
         return Capacity.fitting(
-            self._model.config,
-            self._compute_dtype or self._model.dtype,
+            self._elements_per_token * (self._compute_dtype or self._model.dtype).itemsize,
+            head_weight(self._model).shape[0],
             device_bytes(self._device),
             rollouts=rollouts,
             group=min(len(request.seeds) for request in requests),
@@ -182,14 +192,15 @@ class Continuous:
         packed = to_device(PackedPrompts.of(prompts), self._device)
         cache = DynamicCache()
         with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None):
-            hidden = self._model.get_decoder()(
+            hidden = decoder_states(
+                self._model,
                 input_ids=packed.token_ids[None],
                 position_ids=packed.position_ids[None],
                 attention_mask=None,
                 past_key_values=cache,
                 use_cache=True,
                 segments=packed.segments,
-            ).last_hidden_state[0]
+            )[0]
         step.prompt_states[packed.last_places] = hidden[packed.last_tokens].to(step.compute_dtype)
         for module, layer in zip(step.layers, cache.layers, strict=True):
             made: Any = layer

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
+from podium.model.attention import window_of
+
 NAME = "podium_decode"
 CACHES = ("slot_keys", "slot_values", "prompt_keys", "prompt_values")
 
@@ -35,7 +37,7 @@ def slot_attention(module, query, key, value, attention_mask, decode: DecodeRows
     own = (tensor[:, :, 0].to(dtype) for tensor in (query, key, value))
     caches = [getattr(module, name) for name in CACHES]
     where = (decode.slots, decode.lengths, decode.prompts, decode.prompt_lengths)
-    window = kwargs.get("sliding_window") or 0
+    window = window_of(module, kwargs) or 0
     return decode_attention(*own, *caches, *where, scaling, window)[:, None], None
 
 

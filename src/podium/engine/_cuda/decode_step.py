@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from podium.engine._cuda.decode_attention import CACHES, NAME, DecodeRows
-from podium.engine._cuda.joined import join_products
+from podium.engine._cuda.joined import apart, join_products
 from podium.engine._cuda.roster import ladder
 from podium.engine._sampling import block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
@@ -48,8 +48,8 @@ class Capacity:
     @classmethod
     def fitting(
         cls,
-        config: Any,
-        dtype: torch.dtype,
+        bytes_per_token: int,
+        vocabulary: int,
         device_bytes: float,
         *,
         rollouts: int,
@@ -57,26 +57,28 @@ class Capacity:
         concurrency: int,
         longest: tuple[int, int],
     ) -> Capacity:
-        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer."""
+        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer.
+
+        `bytes_per_token` is what the keys and values of a token take.
+        """
         prompt_columns, columns = (-(-tokens // COLUMN_STEP) * COLUMN_STEP for tokens in longest)
         made = []
         for slots in ladder(min(rollouts, concurrency)):
             prompts = min(-(-rollouts // group), 2 * -(-slots // group))  # twice: stragglers hold on to theirs
             made.append(cls(slots, columns, max(2, prompts), prompt_columns))
         budget = CACHE_SHARE * device_bytes
-        return next((each for each in reversed(made) if each.cache_bytes(config, dtype) <= budget), made[0])
+        return next(
+            (each for each in reversed(made) if each.cache_bytes(bytes_per_token, vocabulary) <= budget), made[0]
+        )
 
     def with_room_for(self, other: Capacity) -> Capacity:
         mine, theirs = vars(self), vars(other)
         return Capacity(**{name: max(mine[name], theirs[name]) for name in mine})
 
-    def cache_bytes(self, config: Any, dtype: torch.dtype) -> int:
+    def cache_bytes(self, bytes_per_token: int, vocabulary: int) -> int:
         """Of keys and values, and of the logits of a step, twice: top-k and top-p make others of them."""
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         tokens = (self.slots + 1) * self.columns + self.prompts * self.prompt_columns
-        logits = 2 * 4 * self.slots * config.vocab_size
-        return tokens * 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize + logits
+        return tokens * bytes_per_token + 2 * 4 * self.slots * vocabulary
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class DecodeStep:
         self._add_caches()
         self.state = SlotState.empty(capacity, self._device)
         self.prompt_states = torch.zeros(
-            capacity.prompts, self._model.config.hidden_size, dtype=self.compute_dtype, device=self._device
+            capacity.prompts, head_weight(model).shape[1], dtype=self.compute_dtype, device=self._device
         )
         """The hidden state at each prompt's last token, from which first tokens are drawn."""
         self.rows = torch.full((ladder(capacity.slots)[-1],), capacity.slots, device=self._device)
@@ -164,6 +166,18 @@ class DecodeStep:
     def take_head(self) -> None:
         """The LM head's weights as they are now, in the step's precision."""
         self._head.copy_(head_weight(self._model))
+
+    @torch.no_grad()
+    def faults(self, model: PreTrainedModel) -> list[str]:
+        """Where this reads other weights than those of `model`: elsewhere in memory, or an old copy of the head."""
+        own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        read = [*self._model.named_parameters(), *self._model.named_buffers()]
+        strange = [name for name, t in read if name.rpartition(".")[2] not in CACHES and t.data_ptr() not in own]
+        strange += apart(model)
+        faults = [f"captured decode steps read {name} elsewhere than the engine's model has it" for name in strange]
+        if not torch.equal(self._head, head_weight(model).to(self._head.dtype)):
+            faults.append("captured decode steps sample with an old copy of the LM head")
+        return faults
 
     def run(self, size: int, sampling: Sampling) -> None:
         """One token more for the first `size` rows."""

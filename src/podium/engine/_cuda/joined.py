@@ -69,6 +69,18 @@ def join_products(model: torch.nn.Module) -> None:
                     setattr(module, name, JoinedPart(joined, number))
 
 
+def apart(model: torch.nn.Module) -> list[str]:
+    """Layers whose weights are no longer parts of the joined ones."""
+    found = []
+    for path, module in model.named_modules():
+        for names in SIBLINGS:
+            joined = getattr(module, _joined_name(names), None)
+            if joined is not None:
+                parts = zip(names, joined.weight.split(joined.sizes), strict=True)
+                found += [f"{path}.{n}" for n, part in parts if getattr(module, n).weight.data_ptr() != part.data_ptr()]
+    return found
+
+
 def _joined_name(names: tuple[str, ...]) -> str:
     return "joined_" + "_".join(names)
 

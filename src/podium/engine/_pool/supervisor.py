@@ -6,7 +6,7 @@ one whose starts fail too often in a row is given up, and with too few seats or 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -16,6 +16,7 @@ from podium.engine._pool.health import Pulse, lost
 from podium.engine._pool.members import Limit, Member, Members, OnEvent, Worker
 from podium.errors import EngineError, InputError, PodiumError, WeightsError
 from podium.model.agreement import allowed_gap, mean_gap
+from podium.model.evidence import Held, is_among
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
@@ -89,6 +90,8 @@ class Probe:
     version: int
     token_ids: list[int]
     logprobs: list[float]
+    shown: tuple[Held, ...] = ()
+    """What those members hold."""
 
 
 class Supervisor:
@@ -102,6 +105,7 @@ class Supervisor:
         self._named = 0
         self.weights: Weights | None = None
         self._probe: Probe | None = None
+        self._shown: tuple[Held, ...] = ()
         self._pushing = asyncio.Lock()
         self._tending: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -141,32 +145,44 @@ class Supervisor:
 
     async def score_each(self, token_ids: list[int]) -> dict[str, list[float]]:
         """By every member in service, those who come meanwhile too; remembered, for those who come later."""
-        self.raise_failure()
         assert self.weights is not None
         version = self.weights.version
-        scores: dict[str, list[float]] = {}
-        await self._until(lambda: len(self._members) > 0)
-        while asked := [member for member in self._members if member.name not in scores]:
-            found = await asyncio.gather(*(self._score(member, token_ids) for member in asked))
-            scores |= {member.name: row for member, row in zip(asked, found, strict=True) if row is not None}
-            if not scores:  # those who were asked may all be lost on the way
-                await self._until(lambda: len(self._members) > 0)
-        self._probe = Probe(version, token_ids, next(iter(scores.values())))
+        scores = await self._ask_each(lambda engine: engine.score(token_ids), "score the probe")
+        self._probe = Probe(version, token_ids, next(iter(scores.values())), self._shown)
         return scores
+
+    async def held_each(self) -> dict[str, Held | None]:
+        """What every member in service samples with; remembered, for those who come later."""
+        held = await self._ask_each(lambda engine: engine.held(), "show its weights")
+        self._shown = tuple(each for each in held.values() if each is not None)
+        return held
+
+    async def _ask_each(self, ask: Callable[[Any], Awaitable[Any]], what: str) -> dict[str, Any]:
+        """One that cannot answer is out of service."""
+        self.raise_failure()
+        answers: dict[str, Any] = {}
+        await self._until(lambda: len(self._members) > 0)
+        while asked := [member for member in self._members if member.name not in answers]:
+            found = await asyncio.gather(*(self._ask(member, ask, what) for member in asked))
+            answers |= {member.name: given[0] for member, given in zip(asked, found, strict=True) if given}
+            if not answers:  # those who were asked may all be lost on the way
+                await self._until(lambda: len(self._members) > 0)
+        return answers
 
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
 
-    async def _score(self, member: Member, token_ids: list[int]) -> list[float] | None:
+    async def _ask(self, member: Member, ask: Callable[[Any], Awaitable[Any]], what: str) -> list[Any]:
+        """Its answer; none where it could not give one."""
         try:
-            return await member.attempt(member.worker.engine.score(token_ids), self.rules.start_s)
+            return [await member.attempt(ask(member.worker.engine), self.rules.start_s)]
         except InputError:
             raise
         except (EngineError, OSError) as error:
-            member.accuse(f"could not score the probe: {error}")
-            self._members.remove(member, f"could not score the probe: {error}")
-            return None
+            member.accuse(f"could not {what}: {error}")
+            self._members.remove(member, f"could not {what}: {error}")
+            return []
 
     async def _tell(self, members: Sequence[Member], weights: Weights) -> bool:
         """Whether the push stands; members that did not confirm it while others did are accused."""
@@ -279,6 +295,11 @@ class Supervisor:
                     continue  # they were replaced meanwhile, and their folder is gone
                 raise EngineError(f"{member.name} did not take version {weights.version}: {problem}")
             if probe is not None and probe.version == weights.version:
+                if probe.shown and not is_among(await member.worker.engine.held(), probe.shown):
+                    raise EngineError(
+                        f"{member.name} says that it holds version {weights.version}, but it does not hold the weights "
+                        "that the others hold"
+                    )
                 found = await member.worker.engine.score(probe.token_ids)
                 gap = mean_gap(found, probe.logprobs)
                 if not gap <= allowed_gap(self.rules.tolerance, probe.logprobs):

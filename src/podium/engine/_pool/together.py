@@ -11,6 +11,7 @@ from podium.engine._pool.supervisor import Rules, Supervisor
 from podium.engine._pool.thread import PoolThread
 from podium.errors import EngineError
 from podium.model.agreement import allowed_gap, mean_gap
+from podium.model.evidence import Held
 from podium.records import Answer, Request, Sampling
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -56,6 +57,10 @@ class Together:
     async def score_each(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """By every member in service, by name: the proof of a push names the one that failed it."""
         return await self._thread.call(self._supervisor.score_each(list(token_ids)))
+
+    async def held_each(self) -> dict[str, Held | None]:
+        """What every member in service samples with, by name; None: it cannot show that."""
+        return await self._thread.call(self._supervisor.held_each())
 
     def _tell(self, kind: str, **details: Any) -> None:
         with suppress(OSError):  # a full disk is found out by whoever writes what cannot be missed

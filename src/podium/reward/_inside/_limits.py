@@ -1,7 +1,9 @@
 """What is taken from a process before it runs a tested program; none of it can be had back.
 
-Limits on memory, processor time and files by rlimit. By a seccomp filter: no new process and no other program, no
-socket, no hand on another process, no memory that the limits do not count.
+Limits on memory, processor time and files by rlimit, and root's rights but for files. By a seccomp filter: only the
+system calls of `_calls`, so no new process and no other program, no way out by a socket, no hand on another process, no
+memory that the limits do not count. Threads are counted by the process outside the sandbox, which the filter asks
+before each one (`ask_before_threads`).
 """
 
 from __future__ import annotations
@@ -10,108 +12,61 @@ import ctypes
 import os
 import resource
 
-PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
-SECCOMP_MODE_FILTER = 2
-ALLOW, REFUSE, NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050026  # the latter two: EPERM and ENOSYS
+from ._calls import ALLOWED, CLONE, CLONE3, CONDITIONAL, SECCOMP
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+PR_SET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 15, 16, 22, 38
+SECCOMP_MODE_FILTER, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 2, 1, 8
+ALLOW, REFUSE, NO_SUCH_CALL, ASK = 0x7FFF0000, 0x00050001, 0x00050026, 0x7FC00000  # the middle two: EPERM and ENOSYS
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
-CLONE_THREAD = 0x00010000
-CLONE3 = 435
+NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+FIRST, SECOND, THIRD, FIFTH = 16, 24, 32, 48  # the low halves of arguments
+HIGH = 4
+"""From the low half of an argument to its high half."""
+X32_CALLS = 0x40000000
+NEW_CALLS = 424
+"""Libraries try calls from here on, and take an older one where the kernel has none."""
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CLONE = {"x86_64": 56, "aarch64": 220}
-OWN_PROCESS_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
-ON_ITSELF_ONLY = {
-    "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-}
-"""Calls whose first argument is a process: 0 is the caller."""
-REFUSED = {
-    # other programs and processes
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "setpgid": (109, 154),
-    "setsid": (112, 157),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    # the network
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    # memory that no limit counts
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    # the rest of the kernel that no exercise needs
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-}
-"""Numbers of the calls on x86_64 and aarch64."""
+CLONE_THREAD = 0x00010000
+THREAD_FLAGS = 0x017D0FFF
+"""All that libc asks for when it starts a thread; no namespace among them."""
+AF_UNIX = 1
+F_SETFL, O_ASYNC = 4, 0x2000
+COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+"""Of fcntl: copies and flags of descriptors, locks, sizes of pipes. None that names a process to send signals to."""
+REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Of ioctl: whether it is a terminal and its size, bytes to read, whether to wait, whether to inherit."""
+KEPT_RIGHTS = 1 << 1 | 1 << 2
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root reads files, such as Python's own, whoever owns them."""
+CAPABILITIES_V3 = 0x20080522
 
 
-def give_up_rights(memory_mb: int, cpu_s: float, file_bytes: int) -> None:
+def give_up_rights(memory_mb: int, cpu_s: float, file_bytes: int, has_threads: bool) -> None:
     """For the process that runs a tested program, as its last step before it does."""
     limits = {
         resource.RLIMIT_AS: memory_mb << 20,
         resource.RLIMIT_CPU: int(cpu_s) + 1,
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_SIGPENDING: 64,
         resource.RLIMIT_CORE: 0,
     }
-    program = call_filter(os.uname().machine, os.getpid())
+    program = call_filter(os.uname().machine, os.getpid(), has_threads)
     if program is None:  # no filter for this machine: then the kernel's count of processes has to do
         limits[resource.RLIMIT_NPROC] = 64
     for kind, limit in limits.items():
         _, hard = resource.getrlimit(kind)
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (least, least))
+    _drop_capabilities()
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     if program is not None:
         instructions = ctypes.create_string_buffer(program)
-        _prctl(
-            PR_SET_SECCOMP,
-            SECCOMP_MODE_FILTER,
-            ctypes.byref(_Program(len(program) // 8, ctypes.addressof(instructions))),
-        )
+        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_Program.of(instructions)))
 
 
 def hide_from_others() -> None:
@@ -119,34 +74,105 @@ def hide_from_others() -> None:
     _prctl(PR_SET_DUMPABLE, 0)
 
 
+def ask_before_threads() -> int | None:
+    """A descriptor on which every new thread of this process and its children is asked for from now on.
+
+    None where the kernel has no such thing (before Linux 5.5) or another program has it already: then no program has
+    threads.
+    """
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        return None
+    steps = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], 1, 0), _step(RETURN, ALLOW)]
+    steps += [_step(LOAD, NUMBER), _step(EQUAL, CLONE3, 0, 1), _step(RETURN, NO_SUCH_CALL)]
+    steps += [_step(EQUAL, CLONE[machine], 1, 0), _step(RETURN, ALLOW)]
+    steps += [_step(LOAD, FIRST), _step(ANY_BIT, CLONE_THREAD, 1, 0), _step(RETURN, ALLOW), _step(RETURN, ASK)]
+    instructions = ctypes.create_string_buffer(b"".join(steps))
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    made = libc.syscall(
+        ctypes.c_long(SECCOMP[machine]),
+        ctypes.c_ulong(SECCOMP_SET_MODE_FILTER),
+        ctypes.c_ulong(SECCOMP_FILTER_FLAG_NEW_LISTENER),
+        ctypes.byref(_Program.of(instructions)),
+    )
+    return None if made < 0 else made
+
+
 class _Program(ctypes.Structure):
     """struct sock_fprog"""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
+    @classmethod
+    def of(cls, instructions: Any) -> _Program:
+        """The buffer must outlive it; `create_string_buffer` adds a byte."""
+        return cls((len(instructions) - 1) // 8, ctypes.addressof(instructions))
 
-def call_filter(machine: str, own_pid: int) -> bytes | None:
-    """The seccomp filter as instructions of struct sock_filter; a call that nothing refuses is allowed."""
+
+def call_filter(machine: str, own_pid: int, has_threads: bool = True) -> bytes | None:
+    """The seccomp filter as instructions of struct sock_filter; a call that nothing allows is refused."""
     if machine not in ARCHITECTURES:
         return None
     column = list(ARCHITECTURES).index(machine)
     steps = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], 1, 0), _step(RETURN, REFUSE)]
-    steps += [_step(LOAD, NUMBER), _step(AT_LEAST, 0x40000000, 0, 1), _step(RETURN, REFUSE)]  # the x32 calls
-    for numbers in REFUSED.values():
-        if numbers[column] is not None:
-            steps += [_step(EQUAL, numbers[column], 0, 1), _step(RETURN, REFUSE)]
-    steps += [_step(EQUAL, CLONE3, 0, 1), _step(RETURN, NO_SUCH_CALL)]  # libc then takes clone, whose flags show
-    allowed_if = [(numbers[column], _step(EQUAL, own_pid, 1, 0)) for numbers in OWN_PROCESS_ONLY.values()]
-    allowed_if += [(numbers[column], _step(EQUAL, 0, 1, 0)) for numbers in ON_ITSELF_ONLY.values()]
-    for number, test in [*allowed_if, (CLONE[machine], _step(ANY_BIT, CLONE_THREAD, 1, 0))]:
-        steps += [_step(EQUAL, number, 0, 4), _step(LOAD, FIRST_ARGUMENT), test]
-        steps += [_step(RETURN, REFUSE), _step(RETURN, ALLOW)]
-    return b"".join([*steps, _step(RETURN, ALLOW)])
+    steps += [_step(LOAD, NUMBER), _step(AT_LEAST, X32_CALLS, 0, 1), _step(RETURN, REFUSE)]
+    for number in ALLOWED[machine].values():
+        steps += [_step(EQUAL, number, 0, 1), _step(RETURN, ALLOW)]
+    for name, cases in conditions(own_pid, has_threads).items():
+        steps += _allow_if(CONDITIONAL[name][column], cases)
+    return b"".join([*steps, _step(AT_LEAST, NEW_CALLS, 0, 1), _step(RETURN, NO_SUCH_CALL), _step(RETURN, REFUSE)])
+
+
+def conditions(own_pid: int, has_threads: bool) -> dict[str, list[list[Any]]]:
+    """Call → cases, each a list of tests: where the word is, comparison, value, what it must say. The call is allowed
+    where all tests of one case hold."""
+    itself = [[(FIRST, EQUAL, 0, True)]]
+    thread = [(FIRST, ANY_BIT, CLONE_THREAD, True), (FIRST, ANY_BIT, 0xFFFFFFFF & ~THREAD_FLAGS, False)]
+    return {
+        "clone": [thread] if has_threads else [],
+        "kill": [[(FIRST, EQUAL, own_pid, True)]],
+        "tgkill": [[(FIRST, EQUAL, own_pid, True)]],
+        "prlimit64": itself,
+        "sched_setaffinity": itself,
+        "fcntl": [
+            [(SECOND, EQUAL, F_SETFL, True), (THIRD, ANY_BIT, O_ASYNC, False)],
+            *([(SECOND, EQUAL, command, True)] for command in COMMANDS),
+        ],
+        "ioctl": [[(SECOND, EQUAL, request, True)] for request in REQUESTS],
+        "prctl": [[(FIRST, EQUAL, option, True)] for option in (PR_SET_NAME, PR_GET_NAME)],
+        "socketpair": [[(FIRST, EQUAL, AF_UNIX, True)]],  # an event loop wakes itself by one
+        "sendto": [[(FIFTH, EQUAL, 0, True), (FIFTH + HIGH, EQUAL, 0, True)]],  # to the other end, no address
+    }
+
+
+def _allow_if(number: int, cases: list[list[Any]]) -> list[bytes]:
+    body: list[bytes] = []
+    for case in cases:
+        for place, (offset, comparison, value, wanted) in enumerate(case):
+            to_next_case = 2 * (len(case) - 1 - place) + 1
+            jumps = (0, to_next_case) if wanted else (to_next_case, 0)
+            body += [_step(LOAD, offset), _step(comparison, value, *jumps)]
+        body.append(_step(RETURN, ALLOW))
+    return [_step(EQUAL, number, 0, len(body) + 1), *body, _step(RETURN, REFUSE)]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     """One instruction: jumps are counted from the next one."""
     return code.to_bytes(2, "little") + bytes((if_true, if_false)) + value.to_bytes(4, "little")
+
+
+def _drop_capabilities() -> None:
+    """Root's rights: to raise limits, to make devices, to look into any process. Files stay as they are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of rights 0 to 31 and then of the others
+    kept = (KEPT_RIGHTS, KEPT_RIGHTS, 0, 0, 0, 0)
+    if libc.capget(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    rights = (ctypes.c_uint32 * 6)(*(has & keep for has, keep in zip(sets, kept)))  # noqa: B905
+    if libc.capset(header, rights) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _prctl(option: int, *arguments: object) -> None:

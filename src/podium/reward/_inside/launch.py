@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import select
 import sys
+from _socket import AF_UNIX, SCM_RIGHTS, SOCK_STREAM, SOL_SOCKET, socket
 
 from ._judge import SIGKILL, judge
-from ._limits import give_up_rights, hide_from_others
+from ._limits import ask_before_threads, give_up_rights, hide_from_others
 from ._plain import from_plain, plain, receive, send
 from ._program import Program, execute, silence
 
@@ -28,11 +29,23 @@ OUTSIDE = 1
 def main() -> None:
     given = from_plain(receive(0, MAX_GIVEN))
     hide_from_others()
+    given["has_threads"] = _hand_out_questions(given["supervisor"])
     send(OUTSIDE, plain(READY))
     if given["mode"] == "asserts":
         _asserts(given)
     else:
         _stdio(given)
+
+
+def _hand_out_questions(supervisor: int) -> bool:
+    """The process outside answers whether a program may have one more thread; False where none may have any."""
+    descriptor = ask_before_threads()
+    outside = socket(AF_UNIX, SOCK_STREAM, 0, supervisor)
+    if descriptor is not None:
+        outside.sendmsg([b"threads"], [(SOL_SOCKET, SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))])
+        os.close(descriptor)
+    outside.close()
+    return descriptor is not None
 
 
 def _asserts(given: dict[str, Any]) -> None:
@@ -44,7 +57,7 @@ def _asserts(given: dict[str, Any]) -> None:
             os.close(questions_in)
             os.close(answers_out)
             silence()
-            give_up_rights(given["memory_mb"], given["total_s"], given["output_bytes"])
+            give_up_rights(given["memory_mb"], given["total_s"], given["output_bytes"], given["has_threads"])
             Program(given["program"], questions_out, answers_in).serve()
         finally:
             os._exit(0)
@@ -82,7 +95,7 @@ def _become_program(given: dict[str, Any], source: int, sink: int) -> NoReturn:
     os.dup2(source, 0)
     os.dup2(sink, 1)
     os.closerange(3, 64)
-    give_up_rights(given["memory_mb"], given["test_timeout_s"], given["output_bytes"])
+    give_up_rights(given["memory_mb"], given["test_timeout_s"], given["output_bytes"], given["has_threads"])
     execute(given["program"], "__main__")
     sys.exit()
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import podium
+from podium.runtime._flyte.images import ALWAYS, extras_of, image_with
 from podium.runtime._flyte.sdk import flyte
+from podium.settings import Settings
 
 RETRIES = 3
 """Times that a task is tried again: after a lost container, and after an error that Podium does not know."""
@@ -31,10 +32,7 @@ class Installed:
 IN_PODIUM: dict[str, Any] = {"retries": RETRIES, "max_inline_io_bytes": MAX_INLINE_BYTES, "task_resolver": Installed()}
 """What every task is defined with."""
 
-IMAGE = flyte.Image.from_debian_base(name="podium").with_pip_packages(
-    f"podium-rl[flyte,server,ifeval]=={podium.__version__}", "unionai-reuse"
-)
-"""What the containers are made of; `unionai-reuse` is what lets one take task after task."""
+IMAGE = image_with(ALWAYS)
 
 rollout_environment = flyte.TaskEnvironment(
     "podium_rollout",
@@ -65,24 +63,24 @@ driver_environment = flyte.TaskEnvironment(
 EVERY = (rollout_environment, reward_environment, trainer_environment, driver_environment)
 
 
-def configure(
-    replicas: tuple[int, int],
-    warm: Sequence[str],
-    gpus: tuple[str, str],
-    memory: tuple[str, str],
-    image: str | None,
-    hub_token_from: str | None,
-) -> None:
-    """`gpus` and `memory` are the rollout's and the trainer's; the meaning of the others stands in runtime/flyte.py."""
-    for_rollouts = flyte.Resources(cpu=4, memory=memory[0], gpu=_gpu(gpus[0]))
-    for_trainer = flyte.Resources(cpu=4, memory=memory[1], gpu=_gpu(gpus[1]))
-    pool = flyte.ReusePolicy(replicas=replicas, concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run")
+def configure(settings: Settings) -> None:
+    """The meaning of the options of `[runtime]` stands in runtime/flyte.py."""
+    options = settings.runtime.options
+    for_rollouts = flyte.Resources(cpu=4, memory=options["rollout_memory"], gpu=_gpu(options["rollout_gpu"]))
+    for_trainer = flyte.Resources(cpu=4, memory=options["trainer_memory"], gpu=_gpu(options["trainer_gpu"]))
+    warm, hub_token_from = options["warm"], options["hub_token_from"]
+    pool = flyte.ReusePolicy(
+        replicas=tuple(options["replicas"]), concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run"
+    )
     _set(rollout_environment, resources=for_rollouts, reusable=pool)
     _set(trainer_environment, resources=for_trainer, reusable=_warm((1, 1)) if "trainer" in warm else None)
     _set(reward_environment, reusable=_warm((1, 4)) if "reward" in warm else None)
     token = flyte.Secret(key=hub_token_from, as_env_var="HF_TOKEN") if hub_token_from else None
+    extras = extras_of(settings)
+    of_rollouts = extras | {"vllm"} if settings.engine.name == "vllm_local" else extras
     for environment in EVERY:
-        _set(environment, image=flyte.Image.from_base(image) if image else IMAGE, secrets=token)
+        own = image_with(of_rollouts if environment is rollout_environment else extras)
+        _set(environment, image=flyte.Image.from_base(options["image"]) if options["image"] else own, secrets=token)
 
 
 def include(files: Sequence[str]) -> None:

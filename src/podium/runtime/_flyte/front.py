@@ -15,10 +15,10 @@ from typing import Any
 
 import podium
 from podium.errors import InputError
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._signals import StopSignal
 from podium.settings import CHOICES, Settings
+from podium.terminal import warn
 
 
 def check_installed() -> None:
@@ -87,7 +87,7 @@ def run_on_cluster(job: dict[str, Any]) -> dict[str, Any]:
         )
     try:
         run = runner.run(drive, job=json.dumps({**job, "fetch": fetch}), base=base)
-        to_terminal(f"the run is on the cluster: {run.url}\nit goes on there if you stop this command")
+        warn(f"the run is on the cluster: {run.url}\nit goes on there if you stop this command")
         run.wait()
         summary, model, history = run.outputs()
     except errors.BaseRuntimeError as error:
@@ -104,18 +104,17 @@ def prepare_cluster(settings: Settings, **context: Any) -> tuple[Any, Any, str |
     """What starts tasks there, the base model where it is a folder of this machine, and its name where the driver is to
     fetch it. `context` is for Flyte's run."""
     from podium.runtime._flyte.environments import configure, include
+    from podium.runtime._flyte.images import PACKAGE
     from podium.runtime._flyte.sdk import Dir, flyte, quietly
 
     with quietly():
         flyte.init_from_config(root_dir=Path.cwd())
-    options = settings.runtime.options
-    gpus = (options["rollout_gpu"], options["trainer_gpu"])
-    memory = (options["rollout_memory"], options["trainer_memory"])
-    configure(options["replicas"], options["warm"], gpus, memory, options["image"], options["hub_token_from"])
+    configure(settings)
     files = _files(settings)
     include(files)
-    digest = hashlib.blake2b("".join([settings.to_toml(), *(_text(file) for file in files)]).encode(), digest_size=6)
-    version = f"podium-{podium.__version__}-{digest.hexdigest()}"  # Podium itself is in the image
+    code = [_text(file) for file in (*files, str(PACKAGE))]  # Podium is in the image, which may be ahead of its version
+    digest = hashlib.blake2b("".join([settings.to_toml(), *code]).encode(), digest_size=6)
+    version = f"podium-{podium.__version__}-{digest.hexdigest()}"
     runner = flyte.with_runcontext(mode="remote", copy_style="none", version=version, **context)
     name = settings.model.name
     if name in ("embedded", "smollm2-135m"):

@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 
 from podium.checkpoint_files import TENSORS, read_tensors
 from podium.model.device_thread import on_device_thread
-from podium.model.handoff import publish
-from podium.model.load import load_policy
+from podium.model.evidence import Held, difference
+from podium.model.handoff import publish, read_published
+from podium.model.load import Policy, load_policy
 from podium.model.random_state import set_random_state
 from podium.records import Batch, Group, Prompt, UpdateResult
 from podium.reward._scoring import Scoring
 from podium.runtime._build import build_scoring, check_trainer, eval_options, make_trainer
-from podium.runtime._engine import make_engine, make_rollout, parity_tolerance
+from podium.runtime._engine import coarsest_precision, make_engine, make_rollout
 from podium.runtime._flyte.job import Job
 from podium.runtime._flyte.sdk import Dir, flyte, storage
 from podium.runtime._keep import load_start
@@ -31,7 +32,7 @@ from podium.runtime._memory import memory_plan
 from podium.runtime._wire import batches_from_bytes, batches_to_bytes
 from podium.settings import Settings
 from podium.sync._guard import check_finite
-from podium.sync._probe import check_parity
+from podium.sync._probe import Noise, check_parity
 
 BATCHES = "batches.bin"
 _held: dict[str, tuple[str, Any]] = {}
@@ -115,6 +116,7 @@ class Writer:
         self._job = job
         self._policy = load_policy(job.settings.model, seed=job.settings.run.seed)
         self._engine = make_engine(job.settings, self._policy, snapshot=False)
+        self._noise = Noise(coarsest_precision(job.settings, self._engine))
         self._weights: str | None = None
         """Where the weights that it holds are stored. Their version does not tell: after a lost driver there may be
         others of the same one."""
@@ -143,8 +145,8 @@ class Writer:
         async with fetched(weights) as root:
             [folder] = [path for path in root.iterdir() if path.is_dir()]
             await self._engine.load_folder(folder, version)
-        tolerance = parity_tolerance(self._job.settings, self._engine)
-        await check_parity(_Said(expected), self._engine, self._job.probe, version, tolerance)  # type: ignore[arg-type]
+            said = _Said(self._policy, folder, version, expected)
+            await check_parity(said, self._engine, self._job.probe, version, self._noise, said.difference)  # type: ignore[arg-type]
         self._weights = weights.path
 
     def close(self) -> None:
@@ -153,12 +155,22 @@ class Writer:
 
 @dataclass(frozen=True)
 class _Said:
-    """A trainer elsewhere, as far as the probe asks it."""
+    """A trainer elsewhere, as far as the checks after a push ask it."""
 
+    policy: Policy
+    folder: Path
+    """Where its weights were published."""
+    version: int
     logprobs: Sequence[float]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return list(self.logprobs)
+
+    async def difference(self, held: Held) -> str | None:
+        expected = dict(self.policy.named_weights())
+        weights = await asyncio.to_thread(read_published, self.folder, expected, self.version)
+        scale = None if self.policy.peft is None else self.policy.adapter_scale
+        return await on_device_thread(difference, weights.items(), held, scale)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def wire(
     sender, engines = Sender(known.job.to_text(), driving.base, folder), Engines()
     start, told = step_of_reply(asyncio.run(sender.send(tasks.open_trainer, {}, base=driving.base)))
     memory = MemoryPlan(**told["memory"])
-    check_space(settings, folder, memory)
+    check_space(settings, folder, memory, step)
     trainer = RemoteTrainer(sender, start, plan)
     ledger, watch = Ledger(folder), Watch(folder, settings.run.max_stall_s)
     reports = _reports(settings, folder, ledger, console_mode, known, memory)

@@ -55,6 +55,11 @@ class RolloutActor(Tenant):
         with _refusals_named():
             return (await self._served.score(token_ids))["logprobs"]
 
+    async def held(self) -> dict[str, Any] | None:
+        """Checksums of what it samples with."""
+        with _refusals_named():
+            return (await self._served.held())["held"]
+
     async def load(self, crate: Crate, version: int, in_flight: bool) -> tuple[int, str]:
         """The version that it holds now, and the hash of its weights."""
         assert self._folder is not None

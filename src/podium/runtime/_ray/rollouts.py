@@ -18,6 +18,7 @@ from podium.engine._pool.together import (
     Together,
 )
 from podium.errors import WeightsError
+from podium.model.evidence import Held
 from podium.records import Answer, Request, Sampling
 from podium.runtime._ray.actors import Actors, Member
 from podium.runtime._ray.calls import named
@@ -62,6 +63,11 @@ class RolloutMember(Member):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         with named(self.name):
             return await self.actor.score.remote(list(token_ids))
+
+    async def held(self) -> Held | None:
+        with named(self.name):
+            said = await self.actor.held.remote()
+        return None if said is None else Held.from_json(said)
 
     async def load(self, folder: Shipment, version: int) -> None:
         """Confirmed by version and hash."""

@@ -9,6 +9,7 @@ import ray
 import torch
 
 from podium.errors import TrainerLostError
+from podium.model.evidence import Held
 from podium.model.handoff import write_files
 from podium.records import Batch, UpdateResult
 from podium.runtime import _wire as bytes_of
@@ -46,6 +47,10 @@ class RemoteTrainer:
         with _lost_named():
             return await self._actor.score.remote(list(token_ids))
 
+    async def difference(self, held: Held) -> str | None:
+        with _lost_named():
+            return await self._actor.difference.remote(held)
+
     async def ship(self, version: int) -> Shipment:
         """The weights as they are now; they stay in the object store."""
         sha256, crate = self._actor.publish.options(num_returns=2).remote(version)
@@ -80,6 +85,11 @@ class StoreDelivery(Delivery):
 
     async def check_weights(self, version: int) -> None:
         """The actor looks at them before it gives them away."""
+
+    async def difference(self, held: Held) -> str | None:
+        """The actor compares: the trainer's weights are there."""
+        trainer: Any = self.trainer
+        return await trainer.difference(held)
 
     async def by_folder(self, root: Path | None, version: int) -> None:
         trainer: Any = self.trainer

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from podium.model.device_thread import on_device_thread
+from podium.model.evidence import Held, difference
 from podium.model.fingerprint import tokenizer_fingerprint
 from podium.model.handoff import Crate, pack_published, publish, read_files
 from podium.model.load import Policy, load_policy
@@ -78,6 +79,12 @@ class TrainerActor(Tenant):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._trainer.score(token_ids)
 
+    async def difference(self, held: Held) -> str | None:
+        """What of a worker's weights is not the trainer's."""
+        assert self._policy is not None
+        scale = None if self._policy.peft is None else self._policy.adapter_scale
+        return await on_device_thread(difference, self._trainer.weights(), held, scale)
+
     async def publish(self, version: int) -> tuple[str, Crate]:
         """The hash of the weights, for whoever passes the crate on unopened. Those that are no numbers are not given
         away."""
@@ -126,8 +133,10 @@ class TrainerActor(Tenant):
         assert self._policy is not None
         memory = memory_plan(self._settings, self._policy, longest_prompt)
         plan = replace(self._settings.plan, steps=steps)
-        trainer = make_trainer(self._settings, self._policy, plan, memory)
         line = join() if self._ranks > 1 else None  # all ranks take their place at the same time
+        if line is not None:
+            line.note_loaded(self._policy)
+        trainer = make_trainer(self._settings, self._policy, plan, memory)
         self._trainer = trainer if line is None or self._rank else RankedTrainer(trainer, line)
         return memory
 

@@ -1,0 +1,65 @@
+"""An engine's decoding, tried out on the small copy of the model: beyond every window, prompts of unlike length."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+
+from podium.errors import InputError
+from podium.model.load import Policy, twin_of
+from podium.model.self_check import own_logprobs, texts
+from podium.records import Answer, Request, Sampling
+
+PROMPTS = (29, 3)
+NEW_TOKENS = 27
+
+
+def small_policy(policy: Policy) -> Policy | None:
+    """The small copy as a policy of its own, without an adapter."""
+    small = policy.small
+    if small is None:
+        return None
+    return replace(policy, model=small, twin=twin_of(small), peft=None, device=small.device, small=None)
+
+
+def refuse_gap(gap: float, allowed: float) -> None:
+    if not gap <= allowed:
+        raise InputError(
+            f"engine.name = 'inprocess' cannot decode this architecture: logprobs differ by {gap:.3g} from those of a "
+            "plain forward pass; use another model, or engine.name = 'vllm_local'"
+        )
+
+
+def small_gap(
+    generate: Callable[[list[Request], Sampling], Iterable[Iterable[Answer]]],
+    policy: Policy,
+) -> float:
+    """Largest difference between the logprobs of what is decoded and those of transformers' plain forward pass."""
+    small, max_context_tokens = policy.model, policy.max_context_tokens
+    new_tokens = min(NEW_TOKENS, max(1, max_context_tokens // 2))
+    prompts = texts(small, [max(1, min(length, max_context_tokens - new_tokens)) for length in PROMPTS])
+    requests = [Request(key, tuple(ids), (2 * key, 2 * key + 1)) for key, ids in enumerate(prompts)]
+    answers = list(chain.from_iterable(generate(requests, Sampling(max_new_tokens=new_tokens))))
+    gaps = [0.0 if len(answers) == len(requests) else math.inf]
+    for answer in answers:
+        prompt = requests[answer.key].token_ids
+        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
+            expected = own_logprobs(small, [*prompt, *ids])[len(prompt) - 1 :]
+            gaps += [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
+    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+@contextmanager
+def refusing_to_decode() -> Iterator[None]:
+    """Whatever an architecture raises inside becomes a refusal."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"engine.name = 'inprocess' cannot decode this architecture ({type(error).__name__}: {reason}); use "
+            "another model, or engine.name = 'vllm_local'"
+        ) from None

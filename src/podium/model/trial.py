@@ -1,0 +1,110 @@
+"""Large adapters that are tried out once: does an engine apply adapters on every layer?
+
+Where an engine's kernels cannot be looked into, its logprobs under these adapters are compared with those of the same
+base model here. Each branch is a quarter as large as its layer, so a decoder layer that is left out, or another scale,
+moves logprobs by far more than any precision rounds. A few decoder layers at a time: with an adapter of this size on
+all of a deep model, rounding itself would grow to the size of what is looked for. How much rounding does is measured
+first, with an adapter of zeros.
+"""
+
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from podium.errors import ParityError
+from podium.model.agreement import mean_gap
+from podium.model.device_thread import on_device_thread
+from podium.model.evidence import fixed_signs
+from podium.model.forward import sequence_logprobs
+from podium.model.load import Policy
+
+SHARE = 0.25
+"""Of a layer's own output: the branch of its trial adapter."""
+NUM_TOKENS = 32
+MOST_GROUPS = 8
+FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
+"""Of the mean difference of logprobs: what rounding may always do."""
+SAFETY = 4.0
+"""Times the difference under an adapter of zeros."""
+
+Load = Callable[[dict[str, torch.Tensor]], Awaitable[None]]
+Score = Callable[[list[int]], Awaitable[list[float]]]
+
+
+async def check_application(policy: Policy, precision: str, load: Load, score: Score, name: str) -> None:
+    """Raises `ParityError` naming the engine unless it applies trial adapters as the base model here does.
+
+    `load` and `score` are the engine's; the last adapter that is loaded holds zeros.
+    """
+    ids = trial_tokens(policy)
+    nothing = trial_adapter(policy, ())
+    await load(nothing)
+    noise = mean_gap(await score(ids), await on_device_thread(trial_logprobs, policy, nothing, ids))
+    allowed = max(FLOOR[precision], SAFETY * noise)
+    for group in layer_groups(policy):
+        adapter = trial_adapter(policy, group)
+        await load(adapter)
+        gap = mean_gap(await score(ids), await on_device_thread(trial_logprobs, policy, adapter, ids))
+        if not gap <= allowed:
+            raise ParityError(
+                f"engine {name} does not apply adapters as the trainer does: with a trial adapter on {group[0]} and "
+                f"{len(group) - 1} other layers its logprobs differ by {gap:.2g}, {allowed:.2g} is allowed"
+            )
+    await load(nothing)
+
+
+def layer_groups(policy: Policy) -> list[list[str]]:
+    """The adapted layers, those of a decoder layer together, in a few groups."""
+    groups: dict[int, list[str]] = {}
+    for name, _ in policy.named_weights():
+        layer, _, half = name.rpartition(".lora_")
+        if half == "A":
+            number = next((int(part) for part in layer.split(".") if part.isdigit()), 0)
+            groups.setdefault(number % MOST_GROUPS, []).append(layer)
+    return list(groups.values())
+
+
+def trial_tokens(policy: Policy) -> list[int]:
+    return [(7 * i * i + 3 * i + 5) % policy.vocabulary for i in range(1, NUM_TOKENS + 1)]
+
+
+@torch.no_grad()
+def trial_adapter(policy: Policy, layers: Collection[str]) -> dict[str, torch.Tensor]:
+    """By the names of `Policy.named_weights`; zero in all but these layers."""
+    made: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(policy.named_weights()):
+        layer, _, half = name.rpartition(".lora_")
+        if layer not in layers:
+            made[name] = torch.zeros_like(tensor)
+            continue
+        signs = fixed_signs(number, tensor.shape, tensor.device)
+        rows, columns = tensor.shape
+        if half == "A":
+            size = columns**-0.5
+        else:
+            base: Any = policy.twin.get_submodule(layer)
+            size = float(SHARE * base.weight.float().norm()) / (policy.adapter_scale * (rows * columns) ** 0.5)
+        made[name] = (signs * size).to(tensor.dtype)
+    return made
+
+
+@torch.no_grad()
+def trial_logprobs(policy: Policy, adapter: dict[str, torch.Tensor], token_ids: list[int]) -> list[float]:
+    """Of the base model with this adapter beside its layers."""
+
+    def branch(a: torch.Tensor, b: torch.Tensor) -> Any:
+        def add(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            x = inputs[0].to(a.dtype)
+            return output + ((x @ a.t()) @ b.t() * policy.adapter_scale).to(output.dtype)
+
+        return add
+
+    with ExitStack() as hooks:
+        for name, a in adapter.items():
+            layer, _, half = name.rpartition(".lora_")
+            if half == "A":
+                hook = policy.twin.get_submodule(layer).register_forward_hook(branch(a, adapter[f"{layer}.lora_B"]))
+                hooks.callback(hook.remove)
+        return sequence_logprobs(policy.twin, token_ids)
