@@ -19,6 +19,7 @@ from podium.evaluation import held_out_groups
 from podium.model.load import Policy, load_policy
 from podium.records import Group
 from podium.reward._scoring import Scoring, too_many_failed
+from podium.reward._thinking import final_answer
 from podium.run import launcher_of
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
@@ -187,6 +188,12 @@ def _reward_notes(groups: Sequence[Group]) -> list[str]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if all(rollout.finish_reason == "length" for rollout in rollouts):
         notes.append("every answer was cut at rollout.max_new_tokens; raise it, or ask for shorter answers")
+    unfinished = sum(final_answer(group.prompt, rollout) is None for group in groups for rollout in group.rollouts)
+    if unfinished:
+        notes.append(
+            f"{unfinished} of {len(rollouts)} answers end inside their thinking, so they have no answer to score; "
+            'raise rollout.max_new_tokens, or set thinking = "count" on the reward'
+        )
     if any(group.reward_failures for group in groups):
         notes.append("a reward failed on some answers, see above; such answers are not trained")
     return notes

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,64 @@ def test_every_tasks_own_answer_gets_its_highest_score(task: str) -> None:
     prompt = prompt_of(task)
     value = score(prompt, f"<answer>{prompt.answer}</answer>")
     assert value == 1.0 if prompt.answer is not None else 0.0 <= value <= 1.0
+
+
+CONSTANTS = ["0", "1", "-1", "0.5", "8*3*1*1", "nan", "nan+nanj", "-nan", "yes", "True", "A", "[]", "infeasible"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_constant_answer_is_paid_on_every_row(task: str) -> None:
+    """Nor is the official answer of another row."""
+    rows = [make_prompt(answer=row.answer, metadata=row.metadata) for row in make_rows(task=task, size=6, seed=7)]
+    if len({str(row.answer) for row in rows}) < 2:
+        return
+    for constant in [*CONSTANTS, *(str(row.answer) for row in rows if row.answer is not None)]:
+        assert not all(score(row, f"<answer>{constant}</answer>") == 1.0 for row in rows), constant
+
+
+@pytest.mark.parametrize(
+    ("task", "answers"),
+    [
+        ("puzzle24", ["8*3*1*1", "24", "4*6", "{0}+0*{0}", "({0})/1", "{0}+0.5", "int({0})"]),
+        ("coin_flip", ["0", "0.", "0.1", "nan", "{0}1e999"]),
+        ("complex_arithmetic", ["nan", "nan+nanj", "NaN", "-nan - nani", "nani"]),
+    ],
+)
+def test_what_a_scorer_would_pay_for_though_it_is_wrong_is_unanswered(task: str, answers: list[str]) -> None:
+    for row in make_rows(task=task, size=4, seed=1):
+        prompt = make_prompt(answer=row.answer, metadata=row.metadata)
+        assert score(prompt, f"<answer>{row.answer}</answer>") == 1.0
+        for answer in answers:
+            assert score(prompt, f"<answer>{answer.format(row.answer)}</answer>") <= 0.01, answer
+
+
+def test_24_may_be_made_in_any_way_with_the_numbers_of_the_row() -> None:
+    entry = {"question": "", "answer": "10*(8 - 5) - 6", "metadata": {"numbers": [8, 5, 10, 6]}}
+    prompt = make_prompt(metadata={"task": "puzzle24", "options": {}, "entry": entry})
+    assert score(prompt, "<answer>(8 - 5) * 10 - 6</answer>") == 1.0
+    assert score(prompt, "<answer>-6 + 10 * (-5 + 8)</answer>") == 1.0
+    assert score(prompt, "<answer>10*(8 - 5) - 5</answer>") <= 0.01
+    entry = {"question": "", "answer": "49/2", "metadata": {"numbers": [7, 7, 2, 1]}}
+    prompt = make_prompt(metadata={"task": "puzzle24", "options": {}, "entry": entry})
+    assert score(prompt, "<answer>7*7/2*1</answer>") <= 0.01  # 24.5, which the scorer cuts to 24
+
+
+def test_an_official_answer_that_was_not_worked_out_is_no_row() -> None:
+    rows = make_rows(task="intermediate_integration", size=60, seed=3)
+    assert len(rows) == 60
+    assert not any("Integral" in row.answer for row in rows)
+    for row in rows[:20]:
+        prompt = make_prompt(answer=row.answer, metadata=row.metadata)
+        assert score(prompt, f"<answer>{row.answer}</answer>") == 1.0
+
+
+def test_a_scorer_that_would_eat_memory_is_contained() -> None:
+    prompt = prompt_of("rubiks_cube")
+    before, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
+    for answer in ("-987654321", "U987654321", "R999999999999"):
+        assert score(prompt, f"<answer>{answer}</answer>") <= 0.05
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 @pytest.mark.parametrize(

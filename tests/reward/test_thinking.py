@@ -1,12 +1,14 @@
 """Thinking never counts, in any verifier: the same texts for all of them, with the right answer at other places."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from podium.check import _reward_notes
 from podium.lookup import choices, find, option_fields
 from podium.model.thinking import decode_answer, opens_thinking
-from tests.builders import make_prompt, make_rollout
+from tests.builders import make_group, make_prompt, make_rollout
 
 PROGRAM = "```python\ndef add(a, b):\n    return a {} b\n```"
 STDIO = "```python\nprint({})\n```"
@@ -91,6 +93,15 @@ def test_thinking_that_counts_is_judged_with_its_tags() -> None:
     assert score("ifeval", "<think>NO</think>yes", thinking="count") == 0
     assert score("string_f1", "<think>so </think> Paris", thinking="count") == 2 / 4
     assert score("puzzle", "<think>so</think> Paris", thinking="count") == 0
+
+
+def test_the_check_says_how_many_answers_end_inside_their_thinking() -> None:
+    texts = ("<think>so", "<think>so</think>3", "3")
+    group = make_group((0.0, 1.2, 1.2), rollouts=tuple(make_rollout(text) for text in texts))
+    opened = replace(group, prompt=make_prompt(opens_thinking=True))
+    assert [note[:45] for note in _reward_notes([group])] == ["1 of 3 answers end inside their thinking, so "]
+    assert any(note.startswith("3 of 6 answers end inside") for note in _reward_notes([group, opened]))
+    assert not any("thinking" in note for note in _reward_notes([make_group()]))
 
 
 class Pieces:

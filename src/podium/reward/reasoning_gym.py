@@ -2,7 +2,8 @@
 
 The answer is the text between the last <answer> and </answer>; without them the task is scored as unanswered. Some
 scorers evaluate the answer as Python. They get to see only what is an expression of numbers, names, texts, lists
-and well-known functions, so that no policy can run code by writing it; anything else counts as unanswered.
+and well-known functions, so that no policy can run code by writing it; anything else counts as unanswered. So does what
+a scorer would pay for though it is wrong (`_gym_answers.py`), and what takes a scorer more than 512 MB.
 """
 
 import ast
@@ -19,6 +20,7 @@ from typing import Any
 
 from podium.records import Prompt, Rollout
 from podium.reward._contract import declare_range, gold_answer
+from podium.reward._gym_answers import is_acceptable, little_memory
 from podium.reward._thinking import judges_answer
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify"}
@@ -43,7 +45,7 @@ def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
 
     task, options, entry = (prompt.metadata[key] for key in ("task", "options", "entry"))
     answer = extract_answer(rollout.text)
-    if answer is not None and _evaluates(task) and not is_plain_expression(answer):
+    if answer is not None and not (is_acceptable(task, answer, entry) and _is_safe(task, answer)):
         answer = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files left open, of numbers that cannot be parsed
@@ -51,12 +53,17 @@ def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
 
 
 def _score(scorer: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """Scorers may change the entry. Some raise on a text that they cannot read; where they can score the same entry
-    unanswered, the text is at fault and is worth as much."""
+    """Scorers may change the entry. Some raise on a text that they cannot read, or run out of memory; where they can
+    score the same entry unanswered, the text is at fault and is worth as much."""
     try:
-        return float(scorer.score_answer(answer, copy.deepcopy(entry)))
+        with little_memory():
+            return float(scorer.score_answer(answer, copy.deepcopy(entry)))
     except Exception:
         return float(scorer.score_answer(None, copy.deepcopy(entry)))
+
+
+def _is_safe(task: str, answer: str) -> bool:
+    return not _evaluates(task) or is_plain_expression(answer)
 
 
 @lru_cache(maxsize=64)
