@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -461,16 +460,16 @@ def test_a_command_that_is_none_shows_the_usage(arguments: list[str], capsys: py
     assert capsys.readouterr().err.startswith("usage: podium")
 
 
-def test_the_help_comes_within_half_a_second(tmp_path: Path) -> None:
-    seconds = []
-    for _ in range(3):
-        started = time.monotonic()
-        done = run_command("--help", folder=tmp_path)
-        seconds.append(time.monotonic() - started)
-        assert done.returncode == 0
-        for command in ("train", "resume", "eval", "check", "show", "list"):
-            assert f"\n    {command} " in done.stdout
-    assert min(seconds) < 0.5
+def test_the_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    """So it comes at once: under half a second where nothing else runs."""
+    done = run_command("--help", folder=tmp_path)
+    assert done.returncode == 0
+    for command in ("train", "resume", "eval", "check", "show", "list"):
+        assert f"\n    {command} " in done.stdout
+    heavy = "{'torch', 'transformers', 'pydantic', 'numpy', 'rich', 'httpx'}"
+    code = f"import sys\nfrom podium.cli import _parser\n_parser().format_help()\nprint({heavy} & sys.modules.keys())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("code", ["import podium", "import podium, podium.cli; podium.cli._parser().format_help()"])

@@ -18,7 +18,7 @@ DEFAULT_ROWS = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 bad input, 130/143 stopped by a signal, 1 anything else."""
+    """Exit code: 0 done, 2 bad input, 3 no step trained anything, 130/143 stopped by a signal, 1 anything else."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     try:

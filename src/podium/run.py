@@ -18,11 +18,13 @@ from uuid import uuid4
 from podium import loop, loop_async
 from podium.calibrate import choose_engine, without_auto
 from podium.contracts import user_code
+from podium.data._table import left_out
 from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
 from podium.records import Group, RunState
+from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -41,6 +43,8 @@ from podium.settings import Settings
 from podium.terminal import warn
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
+UNTRAINED = 3
+"""Exit code of a run that finished and changed nothing."""
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
 
 
@@ -70,6 +74,9 @@ class Summary:
     model: str | None
     """Folder of the trained model, once finished."""
     exit_code: int
+    """0 finished, 3 finished but nothing was trained, 128 + its number after a signal."""
+    untrained: str = ""
+    """Why no step changed the policy; empty where one did."""
 
 
 def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
@@ -148,6 +155,8 @@ def _held_out(settings: Settings, weights: Path | None) -> Results:
     rows = read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
     held_out = build_data(settings, rows, policy, settings.plan)
+    for note in left_out(held_out, "eval.data"):
+        to_terminal(note)
     engine = make_engine(settings, policy, snapshot=False)
     rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
     scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
@@ -222,7 +231,8 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
             state = asyncio.run(_until_stopped(wired))
         folder.note_progress()
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
-        folder.write_status(summary.state, state.step, wired.plan.steps, summary.message)
+        nothing = f"nothing was trained: {summary.untrained}" if summary.untrained else ""
+        folder.write_status(summary.state, state.step, wired.plan.steps, summary.message or nothing)
         folder.event(summary.state, step=state.step)
         wired.reports.finish(asdict(summary))
         return summary
@@ -274,6 +284,7 @@ def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal,
     accuracies = [line["eval/accuracy"] for line in wired.ledger.history() if "eval/accuracy" in line]
     end = wired.stages.data.end(state)
     is_finished = end is not None
+    untrained = wired.reports.idle.reasons if 0 < state.step == state.num_skipped_steps else ""
     return Summary(
         state="finished" if is_finished else "stopped",
         step=state.step,
@@ -288,5 +299,6 @@ def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal,
         folder=str(folder.path),
         page=str(folder.page) if folder.page.exists() else None,
         model=str(folder.final) if is_finished else None,
-        exit_code=0 if is_finished else 128 + (stop.number or 0),
+        exit_code=(UNTRAINED if untrained else 0) if is_finished else 128 + (stop.number or 0),
+        untrained=untrained,
     )

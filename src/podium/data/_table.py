@@ -47,6 +47,25 @@ def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
     return [*_as_lines(table), "as the policy sees them:", *shown]
 
 
+def left_out(data: OrderedData, section: str) -> list[str]:
+    """A sentence for each source with rows whose prompts cannot be used; `section` as above."""
+    notes, begin, lengths = [], 0, data.all_lengths
+    for number, source in enumerate(data.sources):
+        own, begin = lengths[begin : begin + source.num_rows], begin + source.num_rows
+        longer = [length for length in own if length > source.max_prompt_tokens]
+        if longer:
+            notes.append(
+                f"{section}[{number}] ({source.name}): {len(longer)} of {len(own)} rows are left out, their prompts "
+                f"have more than {source.max_prompt_tokens} tokens (up to {max(longer)}); to use them raise "
+                "max_prompt_tokens of that table or the engine's max_context_tokens, or lower rollout.max_new_tokens"
+            )
+        if empty := own.count(0):
+            notes.append(
+                f"{section}[{number}] ({source.name}): {empty} of {len(own)} rows are left out, they are empty"
+            )
+    return notes
+
+
 def _dropped(source: Source, lengths: Sequence[int]) -> str:
     """How many, and why."""
     too_long = sum(length > source.max_prompt_tokens for length in lengths)

@@ -6,7 +6,9 @@ from typing import Any
 from podium.errors import InputError
 from podium.ledger import Ledger
 from podium.records import EvalReport, RunState, StepGroups, StepReport, UpdateResult
+from podium.report._idle import IdleSteps, why_idle
 from podium.report._metrics import step_metrics
+from podium.report.console import to_terminal
 from podium.run_folder import RunFolder, write_atomically
 from podium.stages import Report
 
@@ -22,9 +24,12 @@ class Reports:
         card: Mapping[str, Any],
         settings: str,
         max_tokens_per_batch: int,
+        notes: Sequence[str] = (),
     ) -> None:
+        """`notes`: what a person must know of the run's data before it starts."""
         self._reports, self._folder, self._ledger, self._card = reports, folder, ledger, card
         self._settings, self._max_tokens_per_batch = settings, max_tokens_per_batch
+        self._notes, self.idle = notes, IdleSteps()
         self.has_started = False
 
     async def start(self, state: RunState) -> None:
@@ -34,6 +39,9 @@ class Reports:
         self.has_started = True
         write_atomically(self._folder.settings, self._settings)
         self._folder.event("started", step=state.step)
+        for note in self._notes:
+            self._folder.event("rows_left_out", message=note)
+            to_terminal(note)
         self._folder.write_status("running", state.step, self._card["steps"])
         history = self._ledger.history()
         for report in self._reports:
@@ -52,6 +60,9 @@ class Reports:
         self._folder.write_status("running", state.step, self._card["steps"])
         for report in self._reports:
             report.write(made)
+        if warning := self.idle.seen(why_idle(step, result)):
+            self._folder.event("nothing_trained", step=state.step, message=warning)
+            to_terminal(f"warning: {warning}")
 
     def evaluated(self, made: EvalReport) -> None:
         for report in self._reports:

@@ -54,8 +54,8 @@ class Facts:
 def health(facts: Facts) -> list[Verdict]:
     """The worst first."""
     rules: tuple[Callable[[Facts], Iterator[Verdict]], ...] = (
-        _ending, _checks, _learning, _signal, _failures, _retries, _truncation, _entropy, _mismatch, _distance,
-        _gradient, _skipped, _staleness, _time, _queues, _workers,
+        _ending, _untrained, _left_out, _checks, _learning, _signal, _failures, _retries, _truncation, _entropy,
+        _mismatch, _distance, _gradient, _skipped, _staleness, _time, _queues, _workers,
     )  # fmt: skip
     order = ("bad", "warn", "note", "good")
     return sorted(
@@ -74,6 +74,23 @@ def _ending(facts: Facts) -> Iterator[Verdict]:
         )
     elif state == "stopped":
         yield Verdict("note", "run", "The run was stopped", message or "By a signal.", "Go on with `podium resume`.")
+
+
+def _untrained(facts: Facts) -> Iterator[Verdict]:
+    """No step of the run changed the policy, or none for some time."""
+    skipped = facts.series.last("optim/skipped", len(facts.series))
+    told = [str(event.get("message", "")) for event in facts.events if event.get("event") == "nothing_trained"]
+    if len(skipped) > 1 and all(value == 1.0 for value in skipped):
+        text = f"None of the {len(skipped)} steps changed the policy. {told[-1] if told else ''}".strip()
+        yield Verdict("bad", "learning", "Nothing was trained", text, "Look at the rollouts and their rewards.")
+    elif told:
+        yield Verdict("note", "learning", "Some steps in a row trained nothing", told[-1])
+
+
+def _left_out(facts: Facts) -> Iterator[Verdict]:
+    told = dict.fromkeys(str(event.get("message")) for event in facts.events if event.get("event") == "rows_left_out")
+    for message in told:
+        yield Verdict("note", "data", "Rows are left out", message)
 
 
 def _checks(facts: Facts) -> Iterator[Verdict]:
@@ -253,7 +270,7 @@ def _queues(facts: Facts) -> Iterator[Verdict]:
 
 
 def _workers(facts: Facts) -> Iterator[Verdict]:
-    usual = {"started", "restored", "finished", "stopped", "failed"}
+    usual = {"started", "restored", "finished", "stopped", "failed", "rows_left_out", "nothing_trained"}
     odd = Counter(str(event.get("event")) for event in facts.events if event.get("event") not in usual)
     if odd:
         text = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in odd.most_common(8))

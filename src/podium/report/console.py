@@ -167,7 +167,11 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
         lines.append(
             f"held-out accuracy: {summary['accuracy_before']:.3f} before, {summary['accuracy_after']:.3f} after"
         )
-    if summary["skipped_steps"]:
+    if summary.get("untrained"):
+        lines.append(
+            f"NOTHING WAS TRAINED: none of the {summary['step']} steps changed the policy; {summary['untrained']}"
+        )
+    elif summary["skipped_steps"]:
         lines.append(
             f"steps without an update: {summary['skipped_steps']} (no group had signal, or no finite gradient)"
         )
@@ -184,7 +188,8 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
     if summary["page"]:
         lines.append(f"page: {summary['page']} (live: podium report {summary['folder']})")
     if summary["model"]:
-        lines.append(f"trained model: {summary['model']}")
+        what = "model, as it was before" if summary.get("untrained") else "trained model"
+        lines.append(f"{what}: {summary['model']}")
         is_adapter = (Path(summary["model"]) / "adapter_config.json").is_file()
         merged = " (--merge for plain weights)" if is_adapter else ""
         lines.append(f"take it away: podium export {summary['folder']} OUT{merged}")

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from podium.contracts import checked, user_code
 from podium.data._order import OrderedData
+from podium.data._table import left_out
 from podium.evaluation import HeldOut
 from podium.ledger import Ledger
 from podium.lookup import find
@@ -64,7 +65,9 @@ def wire(
     pieces = Pieces(folder.tokens, piece_decoder(policy.tokenizer))
     every_report = build_reports(settings, folder, ledger, console_mode, pieces)
     card = run_card(settings.to_dict(), folder.path, plan.steps)
-    reports = Reports(every_report, folder, ledger, card, settings.to_toml(), parts.memory.max_tokens_per_batch)
+    notes = [*left_out(data, "data"), *(left_out(held_out, "eval.data") if held_out else ())]
+    tokens = parts.memory.max_tokens_per_batch
+    reports = Reports(every_report, folder, ledger, card, settings.to_toml(), tokens, notes)
     with user_code("sync.name", settings.sync.name):
         made = find("sync", settings.sync.name)(parts.delivery, **settings.sync.options)
     sync = checked("sync", settings.sync.name, made)

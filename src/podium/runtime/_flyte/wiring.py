@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from podium.checkpoint import FolderCheckpoint
 from podium.data._order import OrderedData
+from podium.data._table import left_out
 from podium.ledger import Ledger
 from podium.model.load import load_reader
 from podium.records import Plan
@@ -147,7 +148,8 @@ def _reports(
     pages = [choice.options for choice in settings.report if choice.name == "page"]
     every = [*(report for report in made if not isinstance(report, Page)), LiveReport(folder, **(pages or [{}])[0])]
     card = run_card(settings.to_dict(), folder.path, known.plan.steps)
-    return Reports(every, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch)
+    notes = [*left_out(known.data, "data"), *(left_out(known.held_out, "eval.data") if known.held_out else ())]
+    return Reports(every, folder, ledger, card, settings.to_toml(), memory.max_tokens_per_batch, notes)
 
 
 def _checkpoint(
