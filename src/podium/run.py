@@ -24,7 +24,6 @@ from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
 from podium.records import Group, RunState
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -156,7 +155,7 @@ def _held_out(settings: Settings, weights: Path | None) -> Results:
     policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
     held_out = build_data(settings, rows, policy, settings.plan)
     for note in left_out(held_out, "eval.data"):
-        to_terminal(note)
+        warn(note)
     engine = make_engine(settings, policy, snapshot=False)
     rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
     scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()

@@ -8,9 +8,9 @@ from podium.ledger import Ledger
 from podium.records import EvalReport, RunState, StepGroups, StepReport, UpdateResult
 from podium.report._idle import IdleSteps, why_idle
 from podium.report._metrics import step_metrics
-from podium.report.console import to_terminal
 from podium.run_folder import RunFolder, write_atomically
 from podium.stages import Report
+from podium.terminal import warn
 
 
 class Reports:
@@ -41,7 +41,7 @@ class Reports:
         self._folder.event("started", step=state.step)
         for note in self._notes:
             self._folder.event("rows_left_out", message=note)
-            to_terminal(note)
+            warn(note)
         self._folder.write_status("running", state.step, self._card["steps"])
         history = self._ledger.history()
         for report in self._reports:
@@ -62,7 +62,7 @@ class Reports:
             report.write(made)
         if warning := self.idle.seen(why_idle(step, result)):
             self._folder.event("nothing_trained", step=state.step, message=warning)
-            to_terminal(f"warning: {warning}")
+            warn(f"warning: {warning}")
 
     def evaluated(self, made: EvalReport) -> None:
         for report in self._reports:
