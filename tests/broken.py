@@ -95,3 +95,48 @@ class ReencodingRollout(SingleTurn):
 
 def lying_reward(prompt, rollout):
     return float("nan")
+
+
+FAULTS = ("never", "nothing", "old", "half scale", "half of the layers", "not merged")
+"""What may happen to an adapter on its way into an engine."""
+
+
+class FaultyEngine(Inprocess):
+    """Takes adapters with one fault, from the second push on."""
+
+    fault = "never"
+
+    async def load_weights(self, weights, version):
+        self._pushes = getattr(self, "_pushes", 0) + 1
+        await super().load_weights(weights, version)
+
+    def _lay_over(self, layer, a, b):
+        before = self._laid.get(layer)
+        if self._pushes < 2 or before is None:
+            super()._lay_over(layer, a, b)
+            return
+        if self.fault == "nothing":
+            super()._lay_over(layer, a, torch.zeros_like(b))
+        elif self.fault == "old":
+            super()._lay_over(layer, *before)
+        elif self.fault == "half scale":
+            self._scale, right = self._scale / 2, self._scale
+            super()._lay_over(layer, a, b)
+            self._scale = right
+        elif self.fault == "half of the layers" and ".0." in layer:
+            super()._lay_over(layer, a, b)
+        elif self.fault == "not merged":
+            module = self._model.get_submodule(layer)
+            kept = module.weight.detach().clone() if not hasattr(module, "_packed") else module._packed
+            super()._lay_over(layer, a, b)
+            if hasattr(module, "_packed"):
+                module._packed = kept
+            else:
+                module.weight.copy_(kept)
+
+
+def faulty(fault: str) -> type[FaultyEngine]:
+    return type("FaultyEngine", (FaultyEngine,), {"fault": fault, "__init__": Inprocess.__init__})
+
+
+Never, Nothing, Old, HalfScale, HalfOfTheLayers, NotMerged = map(faulty, FAULTS)

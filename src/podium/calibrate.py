@@ -21,7 +21,7 @@ from podium.model.load import load_policy
 from podium.processes import die_with_parent
 from podium.runtime._build import build_data, read_sources
 from podium.runtime._core import check_ranks
-from podium.runtime._engine import cpu_team, hand_over, make_engine
+from podium.runtime._engine import cpu_team, fitted, hand_over, make_engine
 from podium.runtime._memory import memory_plan
 from podium.settings import Settings
 from podium.timing import sampled, some_of
@@ -126,7 +126,9 @@ async def try_out(settings: Settings) -> Candidate:
         return Candidate(name, failure="there is no room for it beside the trainer")
     prompts = some_of(settings, data.in_order(settings.run.prompts_per_step))
     tokens = min(settings.rollout.options.get("max_new_tokens", MOST_TOKENS), MOST_TOKENS)
-    with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
+    with closing(
+        make_engine(fitted(settings, max(data.lengths)), policy, snapshot=settings.plan.needs_snapshot)
+    ) as engine:
         await hand_over(settings, engine, policy, "calibration")
         await sampled(settings, engine, prompts, tokens)  # compiles, captures, allocates
         seconds = min([(await sampled(settings, engine, prompts, tokens))[0] for _ in range(TRIES)])

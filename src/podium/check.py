@@ -32,7 +32,7 @@ from podium.runtime._build import (
     check_trainer,
     read_sources,
 )
-from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
+from podium.runtime._engine import cpu_team, fitted, hand_over, make_engine, make_rollout
 from podium.runtime._keep import check_start
 from podium.runtime._memory import MemoryPlan, memory_plan, num_slots
 from podium.runtime._reports import check_reports
@@ -108,7 +108,9 @@ async def _dry_run(
 ) -> tuple[list[Group], Trial | None]:
     """A few prompts through the real engine and rewards; then a little of a step, if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
-    with closing(make_engine(settings, policy, snapshot=settings.plan.needs_snapshot)) as engine:
+    with closing(
+        make_engine(fitted(settings, max(data.lengths)), policy, snapshot=settings.plan.needs_snapshot)
+    ) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
         patient = scoring.for_evaluation(max_failed_share=1.0)  # what fails is told, it ends nothing

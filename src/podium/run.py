@@ -34,7 +34,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._core import check_ranks
-from podium.runtime._engine import cpu_team, hand_over, make_engine, make_rollout
+from podium.runtime._engine import cpu_team, fitted, hand_over, make_engine, make_rollout
 from podium.runtime._launch import check_packages, check_room, is_rank
 from podium.runtime._launch import launch as launch_ranks
 from podium.runtime._signals import StopSignal
@@ -156,7 +156,7 @@ def _held_out(settings: Settings, weights: Path | None) -> Results:
     held_out = build_data(settings, rows, policy, settings.plan)
     for note in left_out(held_out, "eval.data"):
         warn(note)
-    engine = make_engine(settings, policy, snapshot=False)
+    engine = make_engine(fitted(settings, max(held_out.lengths)), policy, snapshot=False)
     rollout = make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, "eval")
     scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
 

@@ -51,7 +51,7 @@ def test_a_run_learns(lora: bool, tmp_path: Path) -> None:
     ("engine", "message"),
     [
         ("StaleVllm", "StaleVllm does not sample from the trained weights"),
-        ("AdapterOffVllm", "AdapterOffVllm does not sample from the trained weights"),
+        ("AdapterOffVllm", "engine AdapterOffVllm does not apply adapters as the trainer does"),
         ("OtherTokenizerVllm", "OtherTokenizerVllm does not sample from the trained weights"),
     ],
 )

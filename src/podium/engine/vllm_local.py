@@ -62,7 +62,9 @@ class VllmLocal:
         memory_share: Annotated[
             float | None, Field(gt=0, lt=1, description="of the GPU's memory, for weights and cache; by default 0.4")
         ] = None,
-        max_context_tokens: Annotated[int | None, Field(ge=2, description="by default the model's")] = None,
+        max_context_tokens: Annotated[
+            int | None, Field(ge=2, description="by default the longest prompt and answer of the run")
+        ] = None,
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 256,
         dtype: Annotated[
             Literal["float32", "bfloat16"] | None, Field(description="by default float32 on a CPU, bfloat16 on a GPU")

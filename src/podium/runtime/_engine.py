@@ -32,6 +32,27 @@ def cpu_team(settings: Settings) -> AbstractContextManager[None]:
     return one_team() if is_on_cpu and settings.engine.name != "vllm_local" else nullcontext()
 
 
+LEAST_CONTEXT = 128
+"""Of a vLLM whose context follows from the run: the probe and health checks fit too."""
+
+
+def fitted(settings: Settings, longest_prompt: int) -> Settings:
+    """The settings with a context for vLLM that holds every prompt with its answer, where none is given.
+
+    vLLM plans memory for its whole context; a model's own may be a hundred times as long as what a run asks for.
+    """
+    options = settings.engine.options
+    is_pool = settings.engine.name == "pool" and options.get("of") == "vllm_local"
+    is_vllm = settings.engine.name == "vllm_local" or is_pool
+    if not is_vllm or settings.rollout.name != "single_turn" or max_engine_tokens(settings) != sys.maxsize:
+        return settings
+    needed = {
+        "max_context_tokens": max(LEAST_CONTEXT, longest_prompt + settings.rollout.options.get("max_new_tokens", 256))
+    }
+    changes = {"member": {**options.get("member", {}), **needed}} if is_pool else needed
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update=changes)})
+
+
 def make_engine(
     settings: Settings, policy: Policy, *, snapshot: bool, on_event: Callable[..., None] | None = None
 ) -> Any:

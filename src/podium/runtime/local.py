@@ -19,7 +19,7 @@ from podium.runtime._build import (
     read_sources,
 )
 from podium.runtime._core import check_ranks, make_core
-from podium.runtime._engine import TrainsAlone, make_delivery
+from podium.runtime._engine import TrainsAlone, fitted, make_delivery
 from podium.runtime._keep import check_space, check_start, load_start
 from podium.runtime._memory import memory_plan
 from podium.runtime._ranks import join
@@ -53,7 +53,10 @@ def local(
     check_retirement(settings, scoring, data)
     memory = memory_plan(settings, policy, max(data.lengths))
     check_space(settings, folder, memory, step)
-    trainer, engine = make_core(settings, policy, plan, memory, join() if ranks > 1 else None, folder.event)
+    longest = max(data.lengths + (held_out.lengths if held_out else []))
+    trainer, engine = make_core(
+        fitted(settings, longest), policy, plan, memory, join() if ranks > 1 else None, folder.event
+    )
     stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
     stepping, reference = with_reference(stepping, settings)
     parts = Parts(
