@@ -18,7 +18,15 @@ from podium.records import Prompt, Rollout
 from podium.reward.gsm8k import gsm8k
 from podium.reward.math import math
 from tests.builders import make_prompt, make_rollout
-from tests.reward.math_judged import GSM8K_RIGHT, GSM8K_WRONG, RIGHT, WRONG, held_out
+from tests.reward.math_judged import (
+    GSM8K_RIGHT,
+    GSM8K_WRONG,
+    RIGHT,
+    SECOND_RIGHT,
+    SECOND_WRONG,
+    WRONG,
+    held_out,
+)
 
 Pair = tuple[str, str, bool, bool]
 Reward = Callable[[Prompt, Rollout], float]
@@ -58,12 +66,14 @@ def measure(name: str, judge: Callable[[str, str], bool], pairs: list[Pair], sho
         rows = [(pair[2], verdict) for pair, verdict in zip(pairs, said, strict=True) if pair[3] is chosen]
         right = [verdict for is_right, verdict in rows if is_right]
         wrong = [verdict for is_right, verdict in rows if not is_right]
+        if not rows:
+            continue
         print(
-            f"{name:12} {part:9} false positives {sum(wrong):3} of {len(wrong):3} ({sum(wrong) / len(wrong):6.1%})  "
+            f"{name:19} {part:9} false positives {sum(wrong):3} of {len(wrong):3} ({sum(wrong) / len(wrong):6.1%})  "
             f"false negatives {len(right) - sum(right):3} of {len(right):3} ({1 - sum(right) / len(right):6.1%})"
         )
     quantiles = statistics.quantiles(times, n=100)
-    print(f"{name:12} ms a verdict: median {quantiles[49]:.2f}, p99 {quantiles[98]:.1f}, longest {max(times):.1f}")
+    print(f"{name:19} ms a verdict: median {quantiles[49]:.2f}, p99 {quantiles[98]:.1f}, longest {max(times):.1f}")
 
 
 def main() -> None:
@@ -77,6 +87,9 @@ def main() -> None:
         **({} if show else {"math-verify": plain_math_verify}),
     }.items():
         measure(name, judge, pairs, show and name == "math")
+    second = [(*pair, True, True) for pair in SECOND_RIGHT] + [(*pair, False, True) for pair in SECOND_WRONG]
+    for name, judge in {"math": of_reward(cast(Any, math)), "math-verify": plain_math_verify}.items():
+        measure(f"{name}, second", judge, second, False)
     numbers = pairs_of({"": GSM8K_RIGHT}, True) + pairs_of({"": GSM8K_WRONG}, False)
     measure("gsm8k", of_reward(cast(Any, gsm8k)), numbers, show)
 

@@ -11,7 +11,7 @@ from podium.reward._math_text import find_answer, last_boxed
 from podium.reward.math import math
 from podium.reward.strict_math import strict_math
 from tests.builders import make_prompt, make_rollout
-from tests.reward.math_judged import RIGHT, WRONG
+from tests.reward.math_judged import RIGHT, SECOND_RIGHT, SECOND_WRONG, WRONG
 from tests.reward.math_pairs import EQUAL, UNEQUAL
 
 PAIRS = [
@@ -24,7 +24,7 @@ PAIRS = [
 
 JUDGED = [
     pytest.param(text, label, verdict, id=f"{kind}: {text} {'is' if verdict else 'is not'} {label}")
-    for verdict, table in ((True, RIGHT), (False, WRONG))
+    for verdict, table in ((True, {**RIGHT, "second": SECOND_RIGHT}), (False, {**WRONG, "second": SECOND_WRONG}))
     for kind, pairs in table.items()
     for label, text in pairs
 ]
@@ -36,7 +36,7 @@ def score(text: str, answer: object) -> float:
 
 def test_there_are_pairs_enough() -> None:
     assert len(PAIRS) >= 200
-    assert len(JUDGED) >= 600
+    assert len(JUDGED) >= 950
     assert sum(map(len, UNEQUAL.values())) >= 80
 
 

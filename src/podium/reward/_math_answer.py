@@ -226,6 +226,9 @@ def _related(sides: list[str], relations: list[str]) -> list[Answer]:
     if relations[0] == r"\in":
         return [_first(sides[1])] if len(sides) == 2 else [Words(words(" in ".join(sides)))]
     if all(relation in ("=", r"\approx", ":=", r"\cong", r"\sim") for relation in relations):
+        about = relations.index(r"\approx") if r"\approx" in relations else 0
+        if about or (relations[0] == r"\approx" and sides[0] and not is_name(sides[0])):
+            sides = sides[: about + 1]  # what follows is only a rounded value
         sides = [side for side in sides if side]
         return [Equation(tuple(sides))] if len(sides) > 1 else _read(sides[0]) if sides else [Words("")]
     if r"\equiv" in relations or not all(sides):

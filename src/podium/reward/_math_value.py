@@ -22,9 +22,9 @@ LIMIT_DIGITS = 80
 MOST_TERMS = 512
 MAX_BITS = 100_000
 MAX_ROUNDED_BITS = 10_000
-MAX_WORK = 2_000_000
+MAX_WORK = 1_000_000
 """For a comparison as a whole, in steps of about a microsecond."""
-ROUGH_WORK = 300_000
+ROUGH_WORK = 100_000
 """What a numerical method of mpmath is charged, beside the values that it asks for."""
 MAX_FACTORIAL = 5000
 MAX_TERMS = 3000
@@ -91,7 +91,7 @@ class Evaluator:
             if bits > MAX_BITS:
                 raise NoValue("too large")
         else:
-            self.spend(20 + self.mp.dps / 10)
+            self.spend(30 + self.mp.dps / 10)
             if self.mp.isnan(value):
                 raise NoValue("not a number")
             if not self.mp.isinf(value) and value:
