@@ -42,6 +42,9 @@ def score(text: str, answer: object = "18") -> float:
         ("18", "#### 18 (2 of 9)", 1),  # the number right after the marker
         ("18", "2 of 9 are 18", 1),  # without a marker the last one
         ("17, no: 18", "18", 1),
+        ("a profit of $1.5 million", "1500000", 1),
+        (r"-2.25 \text{ thousand}", "-2250", 1),
+        ("It takes 12 million steps", "12", 1),  # if the question is how many millions
         # wrong
         ("18, no: 17", "18", 0),
         ("", "18", 0),
@@ -52,6 +55,8 @@ def score(text: str, answer: object = "18") -> float:
         ("7", "-7", 0),
         ("10-7", "-7", 0),
         ("18 for 2 days", "18", 0),
+        ("12 million", "1200000", 0),
+        ("12 millionaires", "12000000", 0),
         ("1,800", "18", 0),
         ("1, 800", "1800", 0),
         ("١٨", "18", 0),

@@ -26,6 +26,8 @@ LATEX_FRACTION = (
 FRACTION = rf"(?:(?<![0-9/.])(?P<ones>{SMALL}) )?(?<![0-9/.,])(?P<above>{SMALL})/(?P<below>{SMALL})(?![0-9]|[/.,][0-9])"
 NUMBER = re.compile(f"{SIGN}(?:{LATEX_FRACTION}|{FRACTION}|{PLAIN})")
 DECIMAL = re.compile(SIGN + PLAIN)
+POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+MANY = re.compile(rf"(?:\s|~|\\[, ])*(?:\\text\{{\s*)?({'|'.join(POWERS)})\b", re.IGNORECASE)
 
 
 def numbers_in(text: str) -> Iterator[str]:
@@ -92,6 +94,20 @@ def last_number(text: str) -> str | None:
     for number in numbers_in(text):
         last = number
     return last
+
+
+def last_in_full(text: str) -> str | None:
+    """The last number of the text times the word behind it, 1500000 for `1.5 million`; None without such a word."""
+    *_, last = (None, *NUMBER.finditer(text))
+    word = last and MANY.match(text, last.end())
+    number = last_number(text)
+    if not word or number is None or "/" in number:
+        return None
+    places = POWERS[word[1].lower()]
+    whole, _, fraction = number.partition(".")
+    fraction = fraction.ljust(places, "0")
+    sign, digits = ("-", whole[1:]) if whole.startswith("-") else ("", whole)
+    return sign + _decimal(f"{digits}{fraction[:places]}.{fraction[places:]}")
 
 
 def answer_as_text(answer: Any) -> str:

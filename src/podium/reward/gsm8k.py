@@ -1,7 +1,8 @@
 """1 if the last number of the text is the answer's, else 0; commas and units do not count.
 
 The answer is a number (`18`, `"1,200"`, `"$18"`, `"7/8"`) or GSM8K's own text, whose answer stands after `####`.
-`18.00` equals `18`; see `_numbers.py` for what is a number. An answer of several numbers (`12:30`, `10^6`) or with a
+`18.00` equals `18`; see `_numbers.py` for what is a number. A text's `12 million` is 12,000,000, and 12 as well: some
+questions ask how many millions. An answer of several numbers (`12:30`, `10^6`) or with a
 word such as `million` is refused when the rows are loaded, because no single number in it is meant.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range
-from podium.reward._numbers import answer_as_text, last_number, numbers_in
+from podium.reward._numbers import answer_as_text, last_in_full, last_number, numbers_in
 from podium.reward._thinking import judges_answer
 
 MARKER = "####"
@@ -42,4 +43,5 @@ def check(row: Row) -> None:
 @judges_answer
 def gsm8k(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
-    return float(last_number(rollout.text) == expected_number(prompt.answer))
+    expected = expected_number(prompt.answer)
+    return float(expected in (last_number(rollout.text), last_in_full(rollout.text)))
