@@ -14,9 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from transformers import PreTrainedModel
 
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import Placed, batch_of, place, policy_logprobs
+from podium.model.forward import Placed, batch_of, head_weight, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy, refuse_other_weights
 from podium.model.random_state import random_state, set_random_state
@@ -228,11 +229,16 @@ class Single:
         return dict(zip(("pack/batches", "pack/tokens"), map(float, counts.tolist()), strict=True))
 
     def _check_prefix(self, batch: Batch) -> bool:
-        """Done once, with the first batch that has something to share."""
+        """Done once, with the first batch that has something to share.
+
+        Rounding in bfloat16 hides small errors, so the small copy of the model is asked first, in float32.
+        """
 
         def logprobs_of(batch: Batch, shared_prefix: bool) -> torch.Tensor:
             return self._snapshot(place(batch, self._policy.device, shared_prefix=shared_prefix))
 
+        if (small := self._policy.small) is not None:
+            check_shared_prefix(partial(_logprobs_of_small, small), batch, small.dtype)
         return check_shared_prefix(logprobs_of, batch, self._compute_dtype or self._model.dtype)
 
     def _place(self, batch: Batch) -> Placed:
@@ -305,3 +311,10 @@ class Single:
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
         self._apply_gradients(is_finite)
         return metrics | {"optim/grad_norm": norm, "optim/skipped": float(not is_finite)}
+
+
+@torch.no_grad()
+def _logprobs_of_small(small: PreTrainedModel, batch: Batch, shared_prefix: bool) -> torch.Tensor:
+    """Of the small copy, whose vocabulary is small too."""
+    batch = replace(batch, token_ids=batch.token_ids % head_weight(small).shape[0])
+    return policy_logprobs(small, place(batch, small.device, shared_prefix=shared_prefix))[0]
