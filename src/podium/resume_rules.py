@@ -154,7 +154,7 @@ def _stretched(before: Settings, after: Settings, step: int | None) -> str | Non
     if step is None or not isinstance(options.get("lr"), float) or before.run.epochs or after.run.epochs:
         return words
     old, new = (
-        rate_at(options["lr"], step, warmup_steps=options["warmup_steps"], total_steps=steps, schedule=schedule)
+        rate_at(options["lr"], step, warmup_steps=options.get("warmup_steps", 0), total_steps=steps, schedule=schedule)
         for steps in (before.run.steps, after.run.steps)
     )
     return f"{words}, after step {step} from {old:.3g} to {new:.3g}"

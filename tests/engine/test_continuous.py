@@ -2,19 +2,26 @@
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from podium.engine._cuda import continuous as module
 from podium.engine._cuda.continuous import Continuous
 from podium.engine._cuda.joined import join_weights
+from podium.engine._packed import PackedLinear
+from podium.engine._small_trial import captured_gap, small_policy
 from podium.engine.inprocess import Inprocess
+from podium.model import attention
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, twin_of
 from podium.model.memory import cache_elements_per_token
+from podium.model.small_copy import small_copy
 from podium.records import Answer, Request, Sampling
 from tests.engine.test_inprocess import EOS, SAMPLING, generate, policy, requests
+from tests.families import config_of
 from tests.model.test_attention import SHAPES, a_model
 
 
@@ -177,3 +184,30 @@ def test_a_call_beside_another_decodes_plainly_and_neither_disturbs_the_other() 
     assert_same(sampled, generate(Inprocess(policy()), requests(9), SAMPLING))
     assert_same(short, generate(Inprocess(policy()), requests(3), greedy))
     assert_same(asyncio.run(collect(requests(9), SAMPLING)), generate(Inprocess(policy()), requests(9), SAMPLING))
+
+
+def test_the_cache_of_a_model_in_the_trainers_precision_can_be_counted() -> None:
+    """Its layers are in bfloat16 and its states in float32, so it runs under autocast only."""
+    model = policy().twin
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and layer is not model.get_output_embeddings():
+            layer.to(torch.bfloat16)
+    assert cache_elements_per_token(model, torch.bfloat16) == cache_elements_per_token(policy().twin)
+    made = Continuous(model, 8, torch.bfloat16)
+    made.reserve(requests(2), SAMPLING)
+    assert made._step is not None
+    assert made._step.faults(model) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_captured_steps_are_tried_on_a_small_copy_whose_layers_an_engine_has_packed(name: str) -> None:
+    """Heads of 128 make layers large enough to be packed on a CPU, and packed layers cannot be copied."""
+    config = config_of(name)
+    config.head_dim, config.hidden_size = 128, 128 * config.num_attention_heads
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    small, _ = small_copy(model)
+    tried = small_policy(replace(policy(), model=model, twin=twin_of(model), peft=None, small=small))
+    assert tried is not None
+    Inprocess(tried)
+    assert any(isinstance(layer, PackedLinear) for layer in tried.twin.modules())
+    assert captured_gap(tried, 8) < 1e-3

@@ -44,7 +44,7 @@ from podium.runtime._flyte.driver import drive
 from podium.runtime._flyte.front import prepare_cluster
 from podium.runtime._flyte.images import _installed, extras_of, image_with
 from podium.runtime._flyte.images import packages as packages_with
-from podium.runtime._flyte.job import groups_from_text, groups_to_text
+from podium.runtime._flyte.job import Job, groups_from_text, groups_to_text
 from podium.runtime._flyte.sdk import Dir, flyte
 from podium.runtime._flyte.stages import _asked_for
 from podium.runtime._flyte.store import Store
@@ -253,6 +253,13 @@ def test_tasks_that_are_executed_twice_count_once(
     assert rollouts(tmp_path / "run") == [each for each in rollouts(unbroken) if each[0] <= 3]
     ours = read_tensors(tmp_path / "run" / "checkpoints" / "step-000003")
     assert int(ours["num_steps"]) == 3
+
+
+def test_containers_with_vllm_get_a_context_that_holds_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
+    given = settings(tmp_path / "run", WHOLE, engine={"name": "vllm_local"}, rollout={"max_new_tokens": 400})
+    known = read(given, "run", Dir.empty())
+    found = Job.from_text(known.job.to_text()).settings.engine.options["max_context_tokens"]
+    assert found == max(known.data.lengths) + 400
 
 
 def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_version(tmp_path: Path) -> None:

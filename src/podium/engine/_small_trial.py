@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
+from podium.engine._cuda.continuous import Continuous
 from podium.errors import InputError
 from podium.model.load import Policy, twin_of
 from podium.model.self_check import own_logprobs, texts
@@ -48,6 +49,13 @@ def small_gap(
             expected = own_logprobs(small, [*prompt, *ids])[len(prompt) - 1 :]
             gaps += [abs(a - b) for a, b in zip(logprobs, expected, strict=True)]
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+def captured_gap(policy: Policy, concurrency: int) -> float:
+    """The same for the steps that are captured on a GPU. They take a copy of the model whose layers are still plain: an
+    engine on a CPU packs those of `policy.twin`."""
+    decode = Continuous(twin_of(policy.model), concurrency, None).generate
+    return small_gap(lambda asked, how: decode(asked, how, lambda: 0), policy)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from podium.engine._packed import PackedLinear, pack_layers
 from podium.engine._room import check_room
 from podium.engine._sampling import draw
 from podium.engine._slots import SlotLayer, Slots
-from podium.engine._small_trial import refuse_gap, refusing_to_decode, small_gap, small_policy
+from podium.engine._small_trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.errors import InputError
 from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.evidence import Held
@@ -50,6 +50,8 @@ from podium.model.products import ExactLinear, is_plain_linear
 from podium.model.self_check import SMALL_TOLERANCE, tolerance
 from podium.records import Answer, Request, Sampling
 
+DECODING_MARGIN = 2.0
+"""The probe has few tokens, so their mean may be further off than that of the check at load."""
 PROBE, PROBE_SAMPLING = Request(0, tuple(range(1, 6)), (1, 2)), Sampling(max_new_tokens=4)
 """What is decoded to compare with a plain forward pass."""
 LEAVE_SHARE = 0.25
@@ -91,6 +93,9 @@ class Inprocess:
         self._expected = policy.named_weights
         self._device = policy.device
         self._compute_dtype = compute_dtype if policy.device.type == "cuda" and not is_half else None
+        self._allowed_gap = DECODING_MARGIN * tolerance(self._model, self._compute_dtype or self._model.dtype)
+        """Of the probe's logprobs, on average, from those of a plain forward pass. Measured here, while the layers are
+        still the model's own."""
         self._concurrency = concurrency
         self._max_context_tokens = policy.max_context_tokens
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
@@ -116,8 +121,6 @@ class Inprocess:
                 if not isinstance(module, PackedLinear):
                     module.weight = _frozen(self._base[layer].clone())
         self._small = small_policy(policy)
-        self._allowed_gap = tolerance(self._model, self._compute_dtype or self._model.dtype)
-        """Of the probe's logprobs, on average, from those of a plain forward pass."""
         self._check_decoding()
         is_apart = overlaps and snapshot and self._device.type == "cuda"
         self._thread = beside_the_trainer(self._device) if is_apart else SHARED
@@ -173,8 +176,7 @@ class Inprocess:
             [[answer]] = self._continuous.generate([PROBE], PROBE_SAMPLING, lambda: 0)
             gap = self._gap(answer)
             if self._small is not None:
-                decode = Continuous(self._small.twin, self._concurrency, None).generate
-                refuse_gap(small_gap(lambda asked, how: decode(asked, how, lambda: 0), self._small), SMALL_TOLERANCE)
+                refuse_gap(captured_gap(self._small, self._concurrency), SMALL_TOLERANCE)
         except Exception as error:  # whatever a compiler, a kernel or another architecture's modules raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._continuous = _warn_of_plain_decoding(f"{type(error).__name__}: {reason}")

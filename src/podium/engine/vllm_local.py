@@ -9,12 +9,14 @@ import asyncio
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
+from torch.distributed.tensor import DTensor
 
 from podium.engine._draft import Draft
 from podium.engine._room import check_room
@@ -129,7 +131,7 @@ class VllmLocal:
         return await on_device_thread(self._held)
 
     def _held(self) -> Held | None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._policy.named_weights()}
+        shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in self._policy.named_weights()}
         if self._policy.peft is not None:
             layers = [name.removesuffix(".lora_A") for name in shapes if name.endswith(".lora_A")]
             rank = self._policy.peft.peft_config["default"].r
@@ -141,6 +143,13 @@ class VllmLocal:
         if self._policy.peft is None or self._is_tried:
             return
         self._is_tried = True
+        if any(isinstance(each, DTensor) or hasattr(each, "ds_shape") for each in self._policy.model.parameters()):
+            warnings.warn(
+                "vLLM is not tried out with trial adapters, since the trainer's ranks share the base model; each push "
+                "is still compared with what vLLM's workers hold",
+                stacklevel=2,
+            )
+            return
 
         async def load(adapter: dict[str, torch.Tensor]) -> None:
             await on_device_thread(self._write_and_attach, adapter.items(), 0)

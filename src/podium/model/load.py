@@ -174,13 +174,6 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     )
 
 
-def load_tokenizer(settings: Any) -> Any:
-    """The tokenizer alone, for a process that needs no weights."""
-    source = model_folder(settings.name)
-    trust = settings.trust_remote_code
-    return _loading(settings.name, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust))
-
-
 def model_folder(name: str) -> str:
     """Where the weights of `model.name` are; a hub name stands for itself."""
     if name == "embedded":

@@ -53,11 +53,12 @@ def _free_of_group(everything: int) -> int:
 
 
 @torch.no_grad()
-def cache_elements_per_token(model: PreTrainedModel) -> int:
+def cache_elements_per_token(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> int:
     """Numbers that all layers keep of a token in the key-value cache: counted, since a config says it in many ways."""
     cache = DynamicCache()
     one = torch.zeros(1, 1, dtype=torch.long, device=head_weight(model).device)
-    decoder_states(model, input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
+    with torch.autocast(one.device.type, dtype=compute_dtype, enabled=compute_dtype is not None):
+        decoder_states(model, input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
     kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.numel() for tensor in kept if tensor is not None)
 

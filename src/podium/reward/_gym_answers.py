@@ -75,10 +75,16 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 }
 
 
+PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
+
+
 def _is_near(answer: str, entry: dict[str, Any]) -> bool:
     """The probability to four places, as a decimal or a fraction; the scorer would pay for its first digits too."""
+    written = answer.replace(",", "").strip()
+    if not PROBABILITY.fullmatch(written):  # also what would take long to work out, such as 1e9999999
+        return False
     try:
-        return abs(float(Fraction(answer.replace(",", "").strip())) - float(Fraction(entry["answer"]))) <= 1e-4
+        return abs(float(Fraction(written)) - float(Fraction(entry["answer"]))) <= 1e-4
     except (ValueError, ZeroDivisionError, OverflowError):
         return False
 

@@ -131,7 +131,8 @@ def run_rank(path: Path) -> int:
         unfinished = path.with_name(f"trouble-{rank}.tmp")
         unfinished.write_text(json.dumps(trouble))
         unfinished.rename(path.with_name(f"trouble-{rank}.json"))
-        return 0 if isinstance(error, InputError) else 1  # rank 0 has the same settings, and is left to say so
+        is_left_to_rank_0 = isinstance(error, InputError) and not join().has_met  # which has the same settings
+        return 0 if is_left_to_rank_0 else 1
 
 
 def _named(error: Exception) -> str:

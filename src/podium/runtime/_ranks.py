@@ -66,9 +66,14 @@ class Line:
         finally:
             self._lock.release()
 
+    @property
+    def has_met(self) -> bool:
+        """Whether rank 0 has ordered anything yet."""
+        return self._number > 0
+
     def note_loaded(self, policy: Any) -> None:
         """Before a trainer spreads the model over the ranks, which then have to agree on it."""
-        self.loaded = weights_digest((*policy.model.named_parameters(), *policy.model.named_buffers()))
+        self.loaded = weights_digest(policy.model.state_dict().items())  # buffers that are computed are not in it
 
     def hear(self) -> tuple[str, bytes]:
         name, content = self._receive(0).decode(), self._receive(0)

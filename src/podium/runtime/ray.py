@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.model.load import load_tokenizer
+from podium.model.load import load_reader
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     ReadSource,
@@ -127,11 +127,12 @@ def _parts(
     """Starts the actors, and makes of them what the loop needs."""
     from podium.runtime._ray.trainer import StoreDelivery
 
-    policy = staff.hire(load_tokenizer(settings.model))
-    data = build_data(settings, rows, policy, settings.plan)
+    reader = load_reader(settings.model)
+    data = build_data(settings, rows, reader, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)
-    held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
+    held_out = build_data(settings, held_out_rows, reader, plan) if held_out_rows else None
     sources = [data, *([held_out] if held_out else [])]
+    policy = staff.hire(reader.tokenizer, max(max(source.lengths) for source in sources))
     memory = staff.prepare(plan.steps, max(data.lengths), scoring_recipe(settings, sources))
     trainer, engine, scoring = staff.trainer, staff.engine, staff.rewards.scoring
     check_scoring(scoring, sources)

@@ -111,7 +111,7 @@ class Continuous:
 
     @cached_property
     def _elements_per_token(self) -> int:
-        return cache_elements_per_token(self._model)
+        return cache_elements_per_token(self._model, self._compute_dtype)
 
     def take_weights(self) -> None:
         """After new ones were laid into the model: what the steps keep a copy of."""

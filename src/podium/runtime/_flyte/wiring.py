@@ -33,7 +33,7 @@ from podium.runtime._build import (
     check_rewards,
     read_sources,
 )
-from podium.runtime._engine import probe_ids
+from podium.runtime._engine import fitted, probe_ids
 from podium.runtime._events import LoggedRollout, LoggedSync, LoggedTrainer
 from podium.runtime._flyte import tasks
 from podium.runtime._flyte.driver import Driving
@@ -87,7 +87,8 @@ def read(settings: Settings, run_id: str, base: Dir) -> Read:
     scoring = build_scoring(settings, every)
     check_retirement(settings, scoring, data)
     choices = tuple(sorted({names for source in every for names in source.reward_choices}))
-    job = Job(run_id, settings, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), choices)
+    fit = fitted(settings, max(max(source.lengths) for source in every))
+    job = Job(run_id, fit, plan.steps, max(data.lengths), tuple(probe_ids(settings, data)), choices)
     return Read(reader, data, held_out, scoring, plan, job)
 
 

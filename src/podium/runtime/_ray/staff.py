@@ -14,6 +14,7 @@ from podium.engine._pool.together import PROMPTS_PER_REQUEST
 from podium.errors import InputError, PodiumError
 from podium.model.fingerprint import tokenizer_fingerprint
 from podium.run_folder import RunFolder
+from podium.runtime._engine import fitted
 from podium.runtime._memory import MemoryPlan
 from podium.runtime._ray.actors import Actors
 from podium.runtime._ray.calls import all_of, as_one
@@ -71,8 +72,9 @@ class Staff:
         if not cluster.is_own:
             threading.Thread(target=self._keep_company, daemon=True).start()
 
-    def hire(self, tokenizer: Any) -> RemotePolicy:
+    def hire(self, tokenizer: Any, longest_prompt: int) -> RemotePolicy:
         """Starts every actor and waits for all of them; what is known of the policy then."""
+        self._settings = fitted(self._settings, longest_prompt)
         trainers, rollouts, rewards, *references = self._places()
         returned = self._find_returned(rollouts, rewards)
         calls: dict[str, Any] = {}
