@@ -136,7 +136,7 @@ def test_a_bad_option_is_named_with_what_was_expected(given: dict[str, Any], mes
 
 def test_a_thing_without_options_says_that_there_are_none() -> None:
     with pytest.raises(InputError, match="Valid: none"):
-        validate_options("reward[0]", find("reward", "exact"), {"weigth": 1})
+        validate_options("sync", find("sync", "shared"), {"weigth": 1})
 
 
 def test_help_has_name_default_and_description() -> None:

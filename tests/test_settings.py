@@ -205,7 +205,7 @@ TOP = (
         ({"reward": [{"weight": 1}]}, "reward.0.name is required"),
         (
             {"reward": [{"name": "exact", "fallback": True}]},
-            "reward[0].fallback is not an option of exact; Valid: none",
+            "reward[0].fallback is not an option of exact; Valid: thinking",
         ),
         (
             {"eval": {"data": [{"name": "jsonl", "file": "x"}]}},

@@ -16,6 +16,7 @@ import torch
 import podium
 from podium.cli import main
 from podium.model.load import EMBEDDED
+from podium.run import UNTRAINED
 from tests.conftest import small_tables
 
 ROOT = Path(podium.__file__).parent
@@ -167,7 +168,7 @@ def pickled_checkpoint(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]
 def rows_of_code(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
     code = f"__import__('os').system('touch {mark}')"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": code, "answer": code}) + "\n")
-    return {"data": [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl")}], "reward": [{"name": "exact"}]}, 0
+    return {"data": [{"name": "jsonl", "path": str(tmp_path / "rows.jsonl")}], "reward": [{"name": "exact"}]}, UNTRAINED
 
 
 def pickled_rows(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
@@ -183,11 +184,11 @@ def dataset_script(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
 
 
 def yaml_tag(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
-    return {"run": {"name": f"!!python/object/apply:os.system ['touch {mark}']"}}, 0
+    return {"run": {"name": f"!!python/object/apply:os.system ['touch {mark}']"}}, 2  # a name has no slash
 
 
 def shell_in_a_name(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
-    return {"run": {"name": f"$(touch {mark}); `touch {mark}`"}, "checkpoint": {"on_checkpoint": "true"}}, 0
+    return {"run": {"name": f"$(touch {mark.name}); `touch {mark.name}`"}, "checkpoint": {"on_checkpoint": "true"}}, 0
 
 
 def environment_in_a_value(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
@@ -221,6 +222,7 @@ def test_the_corpus_has_the_size_that_is_asked_for() -> None:
 def test_g14_no_canary_is_executed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_TEST", "open-sesame")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     mark = tmp_path / "executed"
     changes, expected = CANARIES[name](tmp_path, mark)
     tables = small_tables(tmp_path / "run", steps=1, prompts_per_step=1, rollouts_per_prompt=2)

@@ -126,7 +126,7 @@ def test_a_reward_may_print_into_a_log_that_is_larger_than_it_may_write(tmp_path
         file.seek(MAX_FILE_BYTES + 4096)
         written = file.read().decode()
     assert done.returncode == 0, written
-    assert written.count("a line of the reward\n") == 16
+    assert written.count("a line of the reward") == 16  # of several workers, so line breaks may follow later
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line.get("reward/failed", 0) == 0
 

@@ -98,8 +98,10 @@ def test_the_ends_of_the_range_forgive_a_rounding_error() -> None:
     assert check_value("mine", ranged, 2.0 + 1e-12, make_prompt()) == pytest.approx(2.0, abs=1e-9)
 
 
-def test_without_a_declared_range_every_finite_number_is_taken() -> None:
-    assert check_value("mine", lambda: None, -1e300, make_prompt()) == -1e300
+def test_without_a_declared_range_every_number_is_taken_whose_square_a_float_can_hold() -> None:
+    assert check_value("mine", lambda: None, -1e30, make_prompt()) == -1e30
+    with pytest.raises(RewardContractError, match=r"return a number from -1e\+30 to 1e\+30"):
+        check_value("mine", lambda: None, -1e31, make_prompt())
     assert declared_range(lambda: None) == (float("-inf"), float("inf"))
 
 

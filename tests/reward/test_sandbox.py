@@ -230,10 +230,10 @@ def launchers() -> list[str]:
 @pytest.mark.parametrize("name", STUBBORN)
 def test_a_program_that_does_not_end_is_ended_and_the_next_case_runs(name: str, kind: Sandbox) -> None:
     program = "if input() == 'bad':\n" + textwrap.indent(textwrap.dedent(STUBBORN[name]).strip(), "    ")
-    limits = Limits(test_timeout_s=0.4, total_s=30.0, memory_mb=256)
+    limits = Limits(test_timeout_s=2.0, total_s=60.0, memory_mb=256)
     started = time.monotonic()
     assert run_with_inputs(f"{program}\nelse:\n    print('good')", ["bad", "good"], limits, kind) == [None, "good\n"]
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 55
     end = time.monotonic() + 30
     while launchers() and time.monotonic() < end:  # the kernel takes a moment to end the last of them
         time.sleep(0.02)
