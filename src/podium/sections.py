@@ -101,7 +101,7 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """On the adapter's input, while training only; its noise then shows in mismatch/*."""
     targets: str | list[str] = "all-linear"
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter; of a model for pictures or sound, those of its text model."""
 
 
 class MovingReference(Section):

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from podium.errors import InputError
+from podium.loss._objective import Objective
+from podium.loss.grpo import grpo
 from podium.model.load import load_policy
 from podium.settings import Settings
+from podium.trainer.single import Single
 from tests.families import saved, tables_of, verdict
+from tests.trainer.test_single import step
 
 RIGHT = [
     *("llama", "qwen3", "gpt2", "olmo3", "gemma3", "gemma4_text", "qwen3_moe"),
@@ -57,6 +62,46 @@ def test_fused_experts_have_no_adapter_and_the_advice_for_them_works(name: str, 
     assert 'set model.lora.targets = ["q_proj", "v_proj"]' in detail
     (tmp_path / "advised").mkdir()
     assert verdict(name, tmp_path / "advised", lora={"targets": ["q_proj", "v_proj"]})[0] == "right"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], r".*\.(q|down)_proj"])
+def test_adapters_of_a_wrapper_are_in_its_text_model_only_and_all_train(name, targets, tmp_path: Path) -> None:
+    """No text goes through a tower for pictures, whose layers have the same names."""
+    saved(name, tmp_path / "model")
+    settings = Settings.from_dict(tables_of(tmp_path, {"targets": targets}, "float32"))
+    policy = load_policy(settings.model, seed=0)
+    inside = set(policy.model.get_decoder().modules())
+    adapted = {path: layer for path, layer in policy.model.named_modules() if hasattr(layer, "lora_A")}
+    assert all(layer in inside for layer in adapted.values())
+    kinds = {path.rpartition(".")[2] for path in adapted}
+    assert kinds >= {"q_proj", "down_proj"}
+    assert ("o_proj" in kinds) == (targets == "all-linear")
+    trainer = Single(policy, Objective(grpo), lr=0.01)
+    before = {path: tensor.clone() for path, tensor in policy.named_weights()}
+    assert step(trainer, [[0, 1], [2, 3]]).updated
+    after = dict(policy.named_weights())
+    assert [path for path in before if path.endswith("lora_B") and before[path].equal(after[path])] == []
+    policy.save(str(tmp_path / "adapter"))
+    loaded = load_policy(settings.model, seed=1, weights=tmp_path / "adapter")
+    assert all(tensor.equal(after[path]) for path, tensor in loaded.named_weights())
+    assert {path for path, _ in loaded.named_weights()} == set(after)
+
+
+@pytest.mark.parametrize("targets", [["fc1", "fc2"], r".*vision_tower.*q_proj"])
+def test_targets_in_a_tower_only_are_refused(targets, tmp_path: Path) -> None:
+    saved("gemma3", tmp_path / "model")
+    settings = Settings.from_dict(tables_of(tmp_path, {"targets": targets}, "float32"))
+    with pytest.raises(InputError, match=r"^model\.lora\.targets = .*: no layer of the text model has such a name"):
+        load_policy(settings.model, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT, before it is refused
+def test_the_head_of_a_wrapper_is_refused_as_that_of_any_model(tmp_path: Path) -> None:
+    saved("gemma3", tmp_path / "model")
+    settings = Settings.from_dict(tables_of(tmp_path, {"targets": ["q_proj", "lm_head"]}, "float32"))
+    with pytest.raises(InputError, match="lm_head is the LM head, which cannot have an adapter here"):
+        load_policy(settings.model, seed=0)
 
 
 def test_a_context_that_ends_early_is_told(tmp_path: Path) -> None:

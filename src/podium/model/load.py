@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
@@ -290,6 +291,7 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     )
     head = model.get_output_embeddings()
     try:
+        _keep_to_text_model(model, config)
         peft = get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
@@ -304,9 +306,35 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     return peft
 
 
+def _keep_to_text_model(model: PreTrainedModel, config: Any) -> None:
+    """Names each target in full where the model has linear layers outside its text model (towers for pictures, sound).
+
+    No text goes through those, so an adapter there would never train. Without them the targets stay as they are.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, (torch.nn.Linear, Conv1D))}
+    inside = set(decoder.modules())
+    if all(layer in inside or layer is head for layer in linear.values()):
+        return
+    if str(config.target_modules).lower() == "all-linear":
+        chosen = {name for name, layer in linear.items() if layer is not head}
+    else:
+        chosen = {name for name, _ in model.named_modules() if check_target_module_exists(config, name)}
+    kept = {name for name, layer in model.named_modules() if name in chosen and (layer in inside or layer is head)}
+    if not kept:
+        raise ValueError("no layer of the text model has such a name")
+    config.target_modules = kept
+
+
 def _lora_advice(model: PreTrainedModel) -> str:
     """Targets that this model has and that can be adapted, where it has the usual ones."""
-    plain = {name.rpartition(".")[2] for name, layer in model.named_modules() if is_plain_linear(_base_of(layer))}
+    plain = {
+        name.rpartition(".")[2]
+        for name, layer in model.get_decoder().named_modules()
+        if is_plain_linear(_base_of(layer))
+    }
     usual = '["q_proj", "v_proj"]'
     return f"set model.lora.targets = {usual}" if {"q_proj", "v_proj"} <= plain else "use lora = false"
 
