@@ -74,7 +74,9 @@ class Prompt:
     reward: tuple[str, ...] = ()
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    opens_thinking: bool = False  # the rendered prompt ends in <think>: the answer begins inside the thinking
+    opens_thinking: bool = (
+        False  # the rendered prompt ends in <think> or the like: the answer begins inside the thinking
+    )
 
     @property
     def question(self) -> str:

@@ -41,7 +41,7 @@ from tests.builders import make_prompt, make_rollout
         ("<answer>9 + 9 = 18</answer>", "18", 0),
         ("<answer>18.5</answer>", "18", 0),
         ("<answer>180</answer>", "18", 0),
-        ("<answer>１８</answer>", "18", 0),
+        ("<answer>１８</answer>", "18", 1),
         ("<answer >18</answer>", "18", 0),
     ],
 )

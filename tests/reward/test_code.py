@@ -11,9 +11,10 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward._program import last_fenced_block
+from podium.reward._program import program_in
 from podium.reward._sandbox import _problem
 from podium.reward.code import code
+from podium.reward.code_stdio import code_stdio
 from tests.builders import make_prompt, make_rollout
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
@@ -48,15 +49,45 @@ def score(program: str, tests: Any = TESTS, **options: Any) -> float:
         ("```a\nx\n```b\ny\n```", "x\n```b\ny\n"),
     ],
 )
-def test_the_program_is_the_last_fenced_block(text: str, expected: str | None) -> None:
-    assert last_fenced_block(text) == expected
+def test_the_program_is_the_program_in(text: str, expected: str | None) -> None:
+    assert program_in(text) == expected
+
+
+F, G = "def f(x):\n    return x * 2\n", "def g(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"```python\n{F}```\nExample usage:\n```python\nprint(f(2))\n```", F),
+        (f"```python\n{F}```\nExample usage:\n```python\nresult = f(2)\n```", F),
+        (f"```python\n{F}```\nOutput:\n```\n4\n```", F),
+        (f"```\n{F}```\nOutput:\n```\n4\n```", F),
+        (f"```\n{F}```\n```python\nprint(f(2))\n```", F),
+        (f"```python\n{F}```\nor\n```Python3\n{G}{F}```\n```sh\npython f.py\n```", G + F),
+        (f"```python\n{F}```\nNow broken:\n```python\n{F}return (\n```", F + "return (\n"),
+        (f"~~~python\n{F}# ```\n~~~\n```\n4\n```", F + "# ```\n"),
+        (f"```python\n{G}```\n```python\nprint(1)\n```\n```\n4\n```", "print(1)\n"),
+        ("```py\nf = lambda x: x * 2\n```\n```py\nf(2) == 4\n```", "f = lambda x: x * 2\n"),
+        (f"```py\nclass f(int):\n    x: int = 1\n```\n```py\n{G}```", "class f(int):\n    x: int = 1\n"),
+    ],
+)
+def test_a_block_behind_the_program_is_not_the_program(text: str, expected: str) -> None:
+    assert program_in(text, ["result = f(2)\nassert result == 4"]) == expected
+
+
+def test_an_example_behind_a_right_program_costs_nothing() -> None:
+    text = answer_with(ADD) + "Example usage:\n```python\nprint(add(1, 2))\n```\nOutput:\n```\n3\n```\n"
+    assert code(make_prompt(answer=TESTS), make_rollout(text), sandbox="weak") == 1
+    text = answer_with("print(3)") + "Output:\n```\n3\n```\n"
+    assert code_stdio(make_prompt(answer=[{"input": "", "output": "3"}]), make_rollout(text), sandbox="weak") == 1
 
 
 def test_a_long_answer_without_an_end_takes_no_time() -> None:
     started = time.process_time()
-    assert last_fenced_block("```\n" * 50001) is not None
-    assert last_fenced_block("```a\n" * 50000) is None
-    assert last_fenced_block("``` " * 100000) is None
+    assert program_in("```\n" * 50001) is not None
+    assert program_in("```a\n" * 50000) is None
+    assert program_in("``` " * 100000) is None
     assert time.process_time() - started < 20  # by the square of the length it would be an hour
 
 

@@ -118,3 +118,13 @@ def test_every_gold_answer_of_gsm8k_scores_1_and_every_other_answer_0() -> None:
         assert score(f"It is {value:,}.", answer) == 1
         assert score(f"It is ${value}.00", answer) == 1
         assert score(other, answer) == float(other_value == value)
+
+
+def test_an_exponent_or_an_index_is_not_the_answer() -> None:
+    for text in ("5 m^2", "5 cm^{2}", r"5\text{ m}^2", "m^2", "x_2"):
+        assert gsm8k(make_prompt(answer="2"), make_rollout(text)) == 0
+    assert gsm8k(make_prompt(answer="5"), make_rollout("It covers 5 m^2.")) == 1
+    assert gsm8k(make_prompt(answer="5 cm^2"), make_rollout("5")) == 1
+    assert gsm8k(make_prompt(answer="-5"), make_rollout("The change is - 5")) == 1
+    assert gsm8k(make_prompt(answer="3"), make_rollout("３")) == 1
+    assert gsm8k(make_prompt(answer="1500000"), make_rollout("１.５ million")) == 1

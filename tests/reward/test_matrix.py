@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[str, set[str] | None]] = {
     "within the thinking": ("<think>{right}</think>", None),
     "cut inside the thinking": ("<think>\n{right}\n", None),
     "cut inside a long thought": ("<think>" + "so " * (MEGABYTE // 3) + "\n{right}", None),
-    "the thinking opened again": ("<think>a</think>\n{right}\n<think>", None),
+    "the thinking opened again": ("<think>a</think>\n<think>{right}", None),
     "nothing": ("", None),
     "white space": (" \n\t\u00a0\u3000", None),
     "nothing after the thinking": ("<think>{right}</think>\n ", None),

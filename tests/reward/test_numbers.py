@@ -48,7 +48,24 @@ from podium.reward._numbers import answer_as_text, expected_integer, last_number
         ("3 5/2", ["3", "2.5"]),
         ("5/10/2024", ["5", "10", "2024"]),
         ("1/0", ["1/0"]),
-        ("١٨ １８", []),  # other digits than 0-9
+        ("١٨ １８", ["18"]),  # other digits than 0-9, and 0-9 in full width
+        ("－１，２００．５", ["-1200.5"]),
+        ("5 m^2", ["5"]),
+        ("5 m²", ["5"]),
+        ("5 cm^{2}", ["5"]),
+        (r"5\text{ cm}^2", ["5"]),
+        ("5 m s^{-1} or 5 m s^-1", ["5", "5"]),
+        ("x_2 = 7, x_{12} = 8", ["7", "8"]),
+        ("10^6 10^{6}", ["10", "6", "10", "6"]),  # of a number, not of a letter
+        (r"\frac{1}{2}^2", ["0.5", "2"]),
+        ("– 5", ["-5"]),
+        (" **- $5.50**", ["-5.5"]),
+        ("x = - 5", ["-5"]),
+        ("The answer is − 5.", ["-5"]),
+        ("x = $- 5$", ["-5"]),
+        ("this - 5", ["5"]),
+        ("- 5 apples\n- 3 pears", ["5", "3"]),  # a list
+        ("10 = 15 - 5", ["10", "15", "5"]),
     ],
 )
 def test_numbers_have_one_spelling_each(text: str, expected: list[str]) -> None:

@@ -10,6 +10,7 @@ from podium.errors import InputError
 from podium.records import Row
 from podium.reward import _search, _squad
 from podium.reward._contract import declared_range
+from podium.reward.exact import exact
 from podium.reward.flan import flan
 from podium.reward.puzzle import puzzle
 from podium.reward.search import search
@@ -138,3 +139,10 @@ def test_an_answer_that_nothing_could_equal_is_refused(check: Callable[[Row], No
 @pytest.mark.parametrize("reward", [string_f1, puzzle, flan, search, search_f1])
 def test_their_ranges_are_declared(reward: Callable[..., float]) -> None:
     assert declared_range(reward) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("reward", [exact, string_f1, puzzle])
+def test_one_text_composed_in_two_ways_is_equal(reward: Callable[..., float]) -> None:
+    assert reward(make_prompt(answer="caf\u00e9"), make_rollout("cafe\u0301")) == 1
+    assert reward(make_prompt(answer="cafe\u0301"), make_rollout("caf\u00e9")) == 1
+    assert reward(make_prompt(answer="caf\u00e9"), make_rollout("cafe")) == 0

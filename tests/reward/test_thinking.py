@@ -4,10 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from podium.check import _reward_notes
 from podium.lookup import choices, find, option_fields
-from podium.model.thinking import decode_answer, opens_thinking
+from podium.model.thinking import STYLES, decode_answer, opens_thinking
 from tests.builders import make_group, make_prompt, make_rollout
 
 PROGRAM = "```python\ndef add(a, b):\n    return a {} b\n```"
@@ -68,8 +72,37 @@ def test_only_what_follows_the_thinking_is_judged(name: str) -> None:
 def test_a_text_cut_inside_its_thinking_has_no_answer(name: str) -> None:
     _, right, wrong, _ = CASES[name]
     assert score(name, f"<think>{right}") == 0
-    assert score(name, f"<think>{wrong}</think>{right}<think>{right}") == 0
-    assert score(name, f"{right}<think>wait") == 0
+    assert score(name, f"<think>{wrong}</think>\n<think>{right}") == 0
+    assert score(name, f" \n<think>{right}") == 0
+
+
+@pytest.mark.parametrize(("opening", "closing"), STYLES.items())
+@pytest.mark.parametrize("name", CASES)
+def test_every_style_of_tags_is_thinking(name: str, opening: str, closing: str) -> None:
+    _, right, wrong, _ = CASES[name]
+    assert score(name, f"{opening}\n{wrong}{closing}{right}") >= 1
+    assert score(name, f"{opening}{right}{closing}{wrong}") < 0.5
+    assert score(name, f"{opening}\n{right}") == 0
+    assert score(name, f"<think>{wrong}</think>{opening}{right}") == 0
+    assert score(name, f"{wrong}{closing}{right}", opens=True) >= 1
+
+
+def test_a_tag_that_an_answer_mentions_opens_nothing() -> None:
+    assert score("math", r"The answer is $\boxed{18}$. I used <think> tags.") == 1
+    assert score("math", r"<think>so</think>\boxed{18}, without a <think> or a </reasoning>") == 1
+    assert score("code", PROGRAM.format("+") + "\nIt never writes [THINK].") == 1
+    program = "```python\ndef add(a, b):\n    return a + b if '<think>' else 0\n```"
+    assert score("code", program) == 1
+
+
+def test_only_the_tag_of_the_thinking_closes_it() -> None:
+    assert score("math", r"<think>\boxed{18}</thinking>") == 0
+    assert score("math", r"<think>I could write </reasoning>.</think>\boxed{18}") == 1
+    assert score("math", r"<think>a</think><reasoning>b</reasoning>\boxed{18}") == 1
+    assert score("math", r"<reasoning>b</reasoning></think>\boxed{18}", opens=True) == 1
+    harmony = "<|channel|>analysis<|message|>{}assistant<|channel|>commentary<|message|>{}assistant<|channel|>final"
+    assert score("math", (harmony + r"<|message|>\boxed{{17}}").format(r"\boxed{18}", r"\boxed{18}")) == 0
+    assert score("math", harmony.format(r"\boxed{18}", r"\boxed{18}")) == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,6 +159,10 @@ class Pieces:
         (["Q", *"<think>\n"], True),
         (["Q", "<think>", "</think>", "\n\n"], False),
         (["Q", "<think>", "so"], False),
+        (["Q", "[THINK]"], True),
+        (["Q", "<|channel>", "thought", "\n"], True),
+        (["Q", "<|channel>", "thought", "\n", "<channel|>"], False),
+        (["Q", "<|channel|>", "analysis", "<|message|>"], True),
         (["Q"], False),
     ],
 )
@@ -141,3 +178,22 @@ def test_special_tags_stay_in_the_text_of_an_answer() -> None:
     assert decode_answer(plain, range(5)) == decode_answer(special, range(5)) == "<think>a</think>b"
     assert decode_answer(special, (0, 0, 1)) == "<think><think>a"
     assert decode_answer(special, ()) == ""
+
+
+def test_special_tokens_that_are_a_part_of_a_tag_stay() -> None:
+    harmony = ("<|channel|>", "analysis", "<|message|>", "a", "<|end|>", "<|channel|>", "final", "<|message|>", "b")
+    tokenizer = Pieces(*harmony, special=("<|channel|>", "<|message|>", "<|end|>"))
+    ids = [harmony.index(token) for token in harmony]
+    text = "<|channel|>analysis<|message|>a<|channel|>final<|message|>b"
+    assert decode_answer(tokenizer, ids) == text
+
+
+def test_a_special_token_that_the_tokenizer_does_not_list_stays_too() -> None:
+    made = Tokenizer(WordLevel({"so": 0, "18": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = Whitespace()
+    made.add_special_tokens(["[THINK]", "[/THINK]", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    ids = tokenizer.encode("[THINK]so[/THINK]18</s>")
+    assert "[THINK]" not in tokenizer.all_special_tokens
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "so 18"
+    assert decode_answer(tokenizer, ids) == "[THINK]so[/THINK]18"

@@ -1,24 +1,52 @@
-"""The tags around a model's thinking, `<think>…</think>`, as the tokenizer sees them."""
+"""The tags around a model's thinking, such as `<think>…</think>`, in an answer and as the tokenizer sees them."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-OPEN, CLOSE = "<think>", "</think>"
+STYLES = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",  # Magistral
+    "<seed:think>": "</seed:think>",  # Seed-OSS
+    "◁think▷": "◁/think▷",  # Kimi-VL
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+"""The tag that opens the thinking → the one that closes it."""
+
+CLOSE = "</think>"
 LAST_IDS = 32
 """Ids at the end of a prompt that are searched for the tag: enough where each character is a token."""
 
 
 def opens_thinking(tokenizer: Any, token_ids: Sequence[int]) -> bool:
-    """Whether the prompt ends in `<think>`, white space aside: the answer to it then begins inside the thinking."""
+    """Whether the prompt ends in an opening tag, white space aside: the answer then begins inside the thinking."""
     end = tokenizer.decode(list(token_ids[-LAST_IDS:]), skip_special_tokens=False)
-    return end.rstrip().endswith(OPEN)
+    return end.rstrip().endswith(tuple(STYLES))
+
+
+def after_thinking(text: str, is_open: bool) -> str | None:
+    """What follows the last closing tag, or the whole text without one; None if the text ends inside its thinking.
+
+    `is_open`: the prompt opened the thinking. An opening tag elsewhere than at the beginning is a mention and opens
+    nothing. Where only the text opens the thinking, only the tag that belongs to that one closes it.
+    """
+    opened = next((tag for tag in STYLES if text.lstrip().startswith(tag)), None)
+    closing = STYLES.values() if opened is None or is_open else [STYLES[opened]]
+    end = max(at + len(tag) if (at := text.rfind(tag)) >= 0 else 0 for tag in closing)
+    if not end:
+        return None if is_open or opened else text
+    answer = text[end:].strip()
+    return after_thinking(answer, False) if answer.startswith(tuple(STYLES)) else answer
 
 
 def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text without special tokens; the tags stay, also where the tokenizer calls them special."""
-    special = [tag for tag in (OPEN, CLOSE) if tag in tokenizer.all_special_tokens]
-    tags = dict(zip(tokenizer.convert_tokens_to_ids(special), special, strict=True))
+    """The text without special tokens; those of the tags stay."""
+    tags = _special_tags(tokenizer)
     if not tags:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
     pieces = []
@@ -26,3 +54,12 @@ def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
         run = list(ids)
         pieces.append(tokenizer.decode(run, skip_special_tokens=True) if tag is None else tag * len(run))
     return "".join(pieces)
+
+
+@lru_cache(maxsize=4)
+def _special_tags(tokenizer: Any) -> dict[int, str]:
+    """The special tokens that are a tag or a part of one, by id: decoding would drop them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # not all of them are in `all_special_tokens`
+    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    tags = [token for token in special if token and any(token in tag for pair in STYLES.items() for tag in pair)]
+    return dict(zip(tokenizer.convert_tokens_to_ids(tags), tags, strict=True))

@@ -1,8 +1,10 @@
 r"""Numbers as people write them, compared as text: no size of number can make a comparison slow.
 
-Only the digits 0-9 count. Groups of three digits may be parted by a comma, `{,}`, a narrow space (`\,`), a space or an
-apostrophe: 18,000 is 18 000. `7/8` and `\frac{7}{8}` are one number, and so is 3 1/2. A minus (or a dash in its place)
-is part of a number where nothing that it could be subtracted from stands before it: 10-5 holds 10 and 5.
+Only the digits 0-9 count, in full width (５) too. Groups of three digits may be parted by a comma, `{,}`, a narrow space
+(`\,`), a space or an apostrophe: 18,000 is 18 000. `7/8` and `\frac{7}{8}` are one number, and so is 3 1/2. A minus (or
+a dash in its place) is part of a number where nothing that it could be subtracted from stands before it: 10-5 holds 10
+and 5. A space may follow it behind `=` and `is`, or where the text is nothing but that number: `x = - 5`. The exponent
+or index of a letter is no number: 5 m^2 holds 5, and x_2 holds none.
 """
 
 import re
@@ -26,13 +28,20 @@ LATEX_FRACTION = (
 FRACTION = rf"(?:(?<![0-9/.])(?P<ones>{SMALL}) )?(?<![0-9/.,])(?P<above>{SMALL})/(?P<below>{SMALL})(?![0-9]|[/.,][0-9])"
 NUMBER = re.compile(f"{SIGN}(?:{LATEX_FRACTION}|{FRACTION}|{PLAIN})")
 DECIMAL = re.compile(SIGN + PLAIN)
+WIDE = {0xFF00 + code - 0x20: code for code in range(0x21, 0x7F)}
+"""The full-width forms of ASCII. NFKC would also make 2 of the exponent ²."""
+SCRIPT = re.compile(rf"(?:(?<=[A-Za-z])|(?<=[A-Za-z]\}}))[\^_](?:\{{[^{{}}\n]{{0,40}}\}}|[{MINUS}]?[0-9]+)")
+SPACED_MINUS = re.compile(
+    rf"(?:(?P<before>(?:=|\bis)[ \t]*+[$*(]*+)|\A[\s$*]*+(?=.[ \t]++[$€£¥]?[0-9.,]++[\s$*]*+\Z))"
+    rf"[{MINUS}][ \t]++(?=[0-9.$€£¥\\])"
+)
 POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 MANY = re.compile(rf"(?:\s|~|\\[, ])*(?:\\text\{{\s*)?({'|'.join(POWERS)})\b", re.IGNORECASE)
 
 
 def numbers_in(text: str) -> Iterator[str]:
     """Every number of the text in its normal form: one spelling for each value."""
-    for match in NUMBER.finditer(text):
+    for match in NUMBER.finditer(_plain(text)):
         value = _normal(match)
         is_negative = match[0][0] in MINUS
         if (ones := match["whole"] or match["ones"]) and not _is_mixed(match):
@@ -43,9 +52,15 @@ def numbers_in(text: str) -> Iterator[str]:
 
 def decimals_in(text: str) -> Iterator[str]:
     """The same without fractions: 36/2 holds 36 and 2, because a quotient is no integer that was worked out."""
-    for match in DECIMAL.finditer(text):
+    for match in DECIMAL.finditer(_plain(text)):
         value = _decimal(match["plain"])
         yield "-" + value if match[0][0] in MINUS and value != "0" else value
+
+
+def _plain(text: str) -> str:
+    """The text with ASCII digits, without exponents and indices of letters, and without white space behind a minus."""
+    text = SCRIPT.sub("", text.translate(WIDE))
+    return SPACED_MINUS.sub(lambda match: f"{match['before'] or ''} -", text)
 
 
 def _is_mixed(match: re.Match[str]) -> bool:
@@ -98,6 +113,7 @@ def last_number(text: str) -> str | None:
 
 def last_in_full(text: str) -> str | None:
     """The last number of the text times the word behind it, 1500000 for `1.5 million`; None without such a word."""
+    text = _plain(text)
     *_, last = (None, *NUMBER.finditer(text))
     word = last and MANY.match(text, last.end())
     number = last_number(text)

@@ -1,9 +1,12 @@
 """What the verifiers of programs share: the program in an answer, the tests in a row, options and score."""
 
+import ast
 import json
+import re
 import textwrap
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -13,6 +16,9 @@ from podium.reward._sandbox import Sandbox, refuse_sandbox
 from podium.reward._thinking import Thinking
 
 FENCE = "```"
+FENCES = (FENCE, "~~~")
+PYTHON = re.compile(r"\W*py(?:thon)?3?\b", re.IGNORECASE)
+DEFINITION = re.compile(r"^(?:(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|(\w+)[ \t]*(?::[^=\n]*)?=(?!=))", re.MULTILINE)
 
 TestTimeout = Annotated[float, Field(gt=0, description="seconds for one test")]
 Total = Annotated[float, Field(gt=0, description="seconds for all tests; those not reached by then have failed")]
@@ -22,19 +28,52 @@ Threshold = Annotated[
 ]
 
 
-def last_fenced_block(text: str) -> str | None:
-    """The last ```…``` block of an answer, whatever its language is called. One that is cut off is none."""
-    last: str | None = None
-    block: list[str] | None = None
-    for line in text.split("\n"):
+def program_in(text: str, tests: Iterable[str] = ()) -> str | None:
+    """The program of an answer: of its fenced blocks that hold Python the last, or the last of any kind.
+
+    A block that defines a name that the tests use comes before one that does not: an example of how to call the
+    program, or what it prints, is not the program. None without a block.
+    """
+    used = _names_used(tests)
+    block = max(
+        _fenced_blocks(text), key=lambda block: (_defines(block, used), block.is_python, block.place), default=None
+    )
+    return block and block.content
+
+
+class _Block(NamedTuple):
+    content: str
+    is_python: bool
+    place: int
+
+
+def _fenced_blocks(text: str) -> Iterator[_Block]:
+    """Each ```…``` and ~~~…~~~ block. One that is cut off is none."""
+    fence, language, lines = "", "", list[str]()
+    for place, line in enumerate(text.split("\n")):
         mark = line.strip()
-        if block is None and mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE):
-            block = []
-        elif block is not None and mark == FENCE:
-            last, block = textwrap.dedent("".join(f"{each}\n" for each in block)), None
-        elif block is not None:
-            block.append(line)
-    return last
+        if fence and mark == fence:
+            content = textwrap.dedent("".join(f"{each}\n" for each in lines))
+            yield _Block(content, PYTHON.match(language) is not None, place)
+            fence = ""
+        elif fence:
+            lines.append(line)
+        elif mark.startswith(FENCES) and mark[0] not in mark[3:]:
+            fence, language, lines = mark[:3], mark[3:], []
+
+
+def _names_used(tests: Iterable[str]) -> set[str]:
+    """The names that the tests take from elsewhere."""
+    used: set[str] = set()
+    for test in tests:
+        with suppress(SyntaxError, ValueError, RecursionError):
+            names = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)]
+            used |= {name.id for name in names} - {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return used
+
+
+def _defines(block: _Block, names: set[str]) -> bool:
+    return any((match[1] or match[2]) in names for match in DEFINITION.finditer(block.content))
 
 
 def solution_of(prompt: Prompt) -> str | None:

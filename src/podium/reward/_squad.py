@@ -1,8 +1,9 @@
 """Texts compared as SQuAD compares them: lower case, without punctuation and the articles a, an and the, white space
-collapsed; by equality or by the F1 of their words."""
+collapsed; by equality or by the F1 of their words. é is one letter, however Unicode composes it (NFC)."""
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from podium.records import Row
 
 def normal_form(text: str) -> str:
     """A text that is nothing but an article, such as the choice "A", keeps it."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    text = unicodedata.normalize("NFC", text).lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()) or " ".join(text.split())
 
 

@@ -1,8 +1,9 @@
 """Thinking never counts: the rule that every verifier of answers follows.
 
-The answer is what follows the last `</think>`. A text that ends inside the thinking (an open `<think>`, or a prompt
-that ends in `<think>` and no `</think>` after it) has no answer and scores 0. The option `thinking = "count"` of each
-such verifier makes it judge the whole text.
+The answer is what follows the last `</think>`, or the last closing tag of another style that
+`podium.model.thinking.STYLES` names. A text that ends inside the thinking (it begins with an opening tag, or its prompt
+ends in one, and no closing tag follows) has no answer and scores 0. The option `thinking = "count"` of each such
+verifier makes it judge the whole text.
 """
 
 import inspect
@@ -13,25 +14,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from podium.model.thinking import CLOSE, OPEN
+from podium.model.thinking import after_thinking
 from podium.records import Prompt, Rollout
 
 F = TypeVar("F", bound=Callable[..., float])
 Thinking = Annotated[
     Literal["ignore", "count"],
-    Field(description='"ignore": only what follows </think> is judged; "count": the whole text'),
+    Field(description='"ignore": only what follows the thinking is judged; "count": the whole text'),
 ]
 OPTION = inspect.Parameter("thinking", inspect.Parameter.KEYWORD_ONLY, default="ignore", annotation=Thinking)
 
 
 def final_answer(prompt: Prompt, rollout: Rollout, thinking: Thinking = "ignore") -> str | None:
     """The part of the text that is judged; None if the text ends before its thinking does."""
-    if thinking == "count":
-        return rollout.text
-    _, is_closed, answer = rollout.text.rpartition(CLOSE)
-    if OPEN in answer or (prompt.opens_thinking and not is_closed):
-        return None
-    return answer.strip() if is_closed else rollout.text
+    return rollout.text if thinking == "count" else after_thinking(rollout.text, prompt.opens_thinking)
 
 
 def judges_answer(verifier: F) -> F:

@@ -1,8 +1,9 @@
 """Share of a row's assertions that the Python program in the answer passes, in a sandbox.
 
-The program is the last fenced block. The row's answer is a list of tests, each a piece of Python that raises if it is
-not passed, such as `assert add(1, 2) == 3`. The program never sees them, and every comparison is made in another
-process, so it can neither read what is expected nor pretend to have passed.
+The program is the last fenced block of Python that defines a name that the tests use; see `_program.program_in`. The
+row's answer is a list of tests, each a piece of Python that raises if it is not passed, such as
+`assert add(1, 2) == 3`. The program never sees them, and every comparison is made in another process, so it can neither
+read what is expected nor pretend to have passed.
 """
 
 from podium.records import Prompt, Rollout, Row
@@ -12,8 +13,8 @@ from podium.reward._program import (
     TestTimeout,
     Threshold,
     Total,
-    last_fenced_block,
     pass_rate,
+    program_in,
     refuse_program,
     solution_of,
     tests_of,
@@ -50,7 +51,7 @@ def code(
 ) -> float:
     """0 without a fenced block."""
     tests = [str(test) for test in tests_of(prompt)]
-    program = last_fenced_block(rollout.text)
+    program = program_in(rollout.text, tests)
     if program is None:
         return 0.0
     return pass_rate(judge_asserts(program, tests, Limits(test_timeout_s, total_s, memory_mb), sandbox), threshold)

@@ -1,8 +1,8 @@
 """Share of a row's cases for which the Python program in the answer prints what is expected, in a sandbox.
 
-The program is the last fenced block. The row's answer is a list of {"input": …, "output": …}; the program gets the
-input on its standard input, what it prints is compared here, outside the sandbox. White space at the ends of lines does
-not count, and numbers are compared as numbers: 1.0 is 1.
+The program is the last fenced block of Python; see `_program.program_in`. The row's answer is a list of
+{"input": …, "output": …}; the program gets the input on its standard input, what it prints is compared here, outside
+the sandbox. White space at the ends of lines does not count, and numbers are compared as numbers: 1.0 is 1.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from podium.reward._program import (
     TestTimeout,
     Threshold,
     Total,
-    last_fenced_block,
     pass_rate,
+    program_in,
     refuse_program,
     solution_of,
     tests_of,
@@ -52,7 +52,7 @@ def code_stdio(
     cases = tests_of(prompt)
     if not all(isinstance(case, Mapping) and {"input", "output"} <= case.keys() for case in cases):
         raise ValueError('each test of the row must have an "input" and an "output"')
-    program = last_fenced_block(rollout.text)
+    program = program_in(rollout.text)
     if program is None:
         return 0.0
     limits = Limits(test_timeout_s, total_s, memory_mb)
