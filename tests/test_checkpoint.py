@@ -139,8 +139,16 @@ def test_a_changed_ledger_is_found_and_nothing_is_cut(finished: Path, capsys) ->
     lines = (finished / "metrics.jsonl").read_text().replace('"step":1', '"step":7')
     (finished / "metrics.jsonl").write_text(lines)
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
-    assert "was changed since the checkpoint" in capsys.readouterr().err
+    assert "was changed or deleted since the checkpoint" in capsys.readouterr().err
     assert (finished / "metrics.jsonl").read_text() == lines
+
+
+def test_a_deleted_ledger_is_found(finished: Path, capsys) -> None:
+    (finished / "metrics.jsonl").unlink()
+    assert main(["resume", str(finished), "--run.steps=5"]) == 1
+    assert "metrics.jsonl or rollouts/ in" in (told := capsys.readouterr().err)
+    assert "was changed or deleted since the checkpoint; restore those files, or start a new run" in told
+    assert not (finished / "metrics.jsonl").exists()
 
 
 def test_leftovers_of_a_killed_write_are_cleaned_up(finished: Path) -> None:
@@ -222,3 +230,33 @@ def test_a_header_that_points_outside_of_its_file_is_a_difference(shift: int, tm
     described[checkpoint_files.TENSORS]["bytes"] = file.stat().st_size
     manifest.write_text(json.dumps(described))
     assert checkpoint_files.find_difference(place, tensors) == "a in trainer.safetensors is not what was written"
+
+
+def warned(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: trainer.lr changes")]
+
+
+def test_each_new_value_of_a_setting_is_warned_of_once(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    train(Settings.from_dict(small_tables(run, steps=1)))
+    for steps, rate in enumerate(("1e-3", "1e-1", "1e-3"), 2):
+        capsys.readouterr()
+        assert main(["resume", str(run), f"--run.steps={steps}", f"--trainer.lr={rate}"]) == 0
+        [line] = warned(capsys)
+        assert f"to {float(rate)!r}: from here on it is not the run it was" in line
+    assert main(["resume", str(run), "--run.steps=5"]) == 0
+    assert warned(capsys) == []
+
+
+def test_a_change_that_was_insisted_on_allows_no_other_value(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    train(Settings.from_dict(small_tables(run, steps=1)))
+    insist = ["--allow-change", "loss.clip_high"]
+    assert main(["resume", str(run), "--run.steps=2", "--loss.clip_high=0.3", *insist]) == 0
+    edited = (run / "settings.toml").read_text().replace("clip_high = 0.3", "clip_high = 0.4")
+    assert "clip_high = 0.4" in edited
+    (run / "settings.toml").write_text(edited)
+    assert main(["resume", str(run), "--run.steps=3"]) == 2
+    assert "loss.clip_high cannot change on resume" in capsys.readouterr().err
+    assert main(["resume", str(run), "--run.steps=3", *insist]) == 0  # the edited file counts as a change
+    assert main(["resume", str(run), "--step=2", "--run.steps=4"]) == 0  # and is accepted as often as it is needed

@@ -142,3 +142,25 @@ def test_a_choice_that_may_change_takes_its_options_along() -> None:
 
 def test_settings_that_are_the_same_have_no_changes() -> None:
     assert changes(settings(), settings()) == {}
+
+
+def test_another_schedule_does_not_hide_another_length() -> None:
+    before = settings(run={"steps": 10}, trainer={"schedule": "linear", "lr": 1e-3})
+    cosine, constant = (
+        settings(run={"steps": 20}, trainer={"schedule": name, "lr": 1e-3}) for name in ("cosine", "constant")
+    )
+    with pytest.raises(InputError, match=r"run\.steps changes from 10 to 20.*after step 5 from 0\.0005 to 0\.000854"):
+        check_changes(before, cosine, step=5)
+    [warning] = check_changes(before, constant, step=5)
+    assert "trainer.schedule changes from 'linear' to 'constant'" in warning
+    assert warning.endswith("; the learning rate changes after step 5 from 0.0005 to 0.001")
+    [warning] = check_changes(constant, before, step=5)
+    assert warning.endswith("; the learning rate changes after step 5 from 0.001 to 0.0005")
+
+
+def test_what_was_accepted_is_a_value_and_not_a_name() -> None:
+    before, after = settings(), settings(loss={"clip_high": 0.3})
+    assert check_changes(before, after, accepted={"loss.clip_high": 0.3}) == []
+    for other in ({"loss.clip_high": 0.4}, {"loss.name": "grpo"}, {"loss": {}}):
+        with pytest.raises(InputError, match=r"loss\.clip_high cannot change on resume"):
+            check_changes(before, after, accepted=other)

@@ -63,9 +63,11 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     folder = RunFolder.open(options.run)
     before = Settings.from_dict(read_toml(folder.settings))
     settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
+    # Its warnings are shown when the checkpoint is restored, whose own settings count.
     check_changes(before, settings, options.allow_change, options.step or _last_step(folder))
+    changed = {*changes(before, settings), *changes(_committed_settings(folder, options.step) or before, settings)}
     for key in options.allow_change:
-        if not any(f"{changed}.".startswith(f"{key}.") for changed in changes(before, settings)):
+        if not any(f"{each}.".startswith(f"{key}.") for each in changed):
             raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
     if folder.state == "finished" and not overrides and options.step is None:
         say(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
@@ -80,6 +82,24 @@ def _last_step(folder: Any) -> int | None:
     from podium.checkpoint_files import list_checkpoints, step_of
 
     return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
+
+
+def _committed_settings(folder: Any, step: int | None) -> Any:
+    """Those of the checkpoint to go on from, from which settings.toml differs where it was edited by hand.
+
+    None where there is none, or none that can be read: the restore says what is wrong with it.
+    """
+    import tomllib
+
+    from podium.checkpoint_files import list_checkpoints, read_settings, step_of
+    from podium.settings import Settings
+
+    places = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) == step]
+    try:
+        text = read_settings(places[-1]) if places else None
+        return Settings.from_dict(tomllib.loads(text)) if text is not None else None
+    except (OSError, ValueError, InputError):
+        return None
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:

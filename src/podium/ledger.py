@@ -83,14 +83,15 @@ class Ledger:
     def _read_up_to(self, position: Mapping[str, Any] | None) -> None:
         length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
         paths = self._rollout_paths()
-        kept = self._folder.metrics.read_bytes()[:length] if length else b""
+        has_lines = length and self._folder.metrics.exists()  # a file that is gone is found as a difference below
+        kept = self._folder.metrics.read_bytes()[:length] if has_lines else b""
         self._metrics_hash, self._metrics_bytes = hashlib.sha256(kept), len(kept)
         self._rollouts_hash, self._rollout_files = hashlib.sha256(), min(files, len(paths))
         for path in paths[:files]:
             self._rollouts_hash.update(path.read_bytes())
         if position is not None and self.position() != dict(position):
             raise CheckpointError(
-                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed since the checkpoint; "
+                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed or deleted since the checkpoint; "
                 "restore those files, or start a new run"
             )
 

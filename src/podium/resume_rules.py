@@ -8,6 +8,7 @@ the change is refused with both rates.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from podium.errors import InputError
@@ -116,17 +117,23 @@ def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
 
 
 def check_changes(
-    before: Settings, after: Settings, allowed: Collection[str] = (), step: int | None = None
+    before: Settings,
+    after: Settings,
+    allowed: Collection[str] = (),
+    step: int | None = None,
+    accepted: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
     """Warnings for people; a change that makes it another run is an `InputError` unless it is `allowed`.
 
-    `step`: the one that the run goes on from, where it is known.
+    `step`: the one that the run goes on from, where it is known. `accepted`: dotted key → the new value that was
+    accepted before; a change to exactly that value needs no word.
     """
     warnings = []
     for key, (old, new) in changes(before, after).items():
+        is_accepted = key in accepted and accepted[key] == new
         if key in LENGTHS and (stretched := _stretched(before, after, step)):
             told = f"{key} changes from {old!r} to {new!r} and {stretched}"
-            if not _is_allowed(key, allowed):
+            if not is_accepted and not _is_allowed(key, allowed):
                 raise InputError(
                     f"{told}. Keep {key} and start a new run from this one's weights (checkpoint.start_from), add "
                     f"--trainer.schedule=constant --trainer.lr=RATE, or insist with --allow-change {key}"
@@ -134,30 +141,43 @@ def check_changes(
             warnings.append(f"warning: {told}")
             continue
         found = class_of(key)
-        if found != "free" and not _is_allowed(key, allowed):
+        if found != "free" and not is_accepted and not _is_allowed(key, allowed):
             if found != "warn":
                 raise InputError(
                     f"{key} cannot change on resume: the run would no longer be the same one. "
                     f"Free: {', '.join(_free())}; to insist, add --allow-change {key}"
                 )
-            warnings.append(f"warning: {key} changes from {old!r} to {new!r}: from here on it is not the run it was")
+            rates = _rates(before, after, step) if key == "trainer.schedule" else ""
+            warnings.append(
+                f"warning: {key} changes from {old!r} to {new!r}: from here on it is not the run it was"
+                f"{rates and f'; the learning rate changes{rates}'}"
+            )
     return warnings
 
 
 def _stretched(before: Settings, after: Settings, step: int | None) -> str | None:
-    """What another length does to a learning rate that decays over it; None where it does not decay."""
-    options = after.trainer.options
-    schedule = options.get("schedule", "constant")
-    if schedule == "constant" or before.trainer.options.get("schedule") != schedule:
-        return None  # another schedule is warned of by its own name
-    words = f"trainer.schedule = {schedule!r} decays over the run's length: the learning rate is stretched anew"
-    if step is None or not isinstance(options.get("lr"), float) or before.run.epochs or after.run.epochs:
-        return words
-    old, new = (
-        rate_at(options["lr"], step, warmup_steps=options.get("warmup_steps", 0), total_steps=steps, schedule=schedule)
-        for steps in (before.run.steps, after.run.steps)
-    )
-    return f"{words}, after step {step} from {old:.3g} to {new:.3g}"
+    """What another length does to a learning rate that decays over it; None where it did not decay, or no longer does:
+    then the other schedule is warned of by its own name."""
+    schedules = [settings.trainer.options.get("schedule", "constant") for settings in (before, after)]
+    if "constant" in schedules:
+        return None
+    words = f"trainer.schedule = {schedules[1]!r} decays over the run's length: the learning rate is stretched anew"
+    rates = _rates(before, after, step)
+    return f"{words},{rates}" if rates else words
+
+
+def _rates(before: Settings, after: Settings, step: int | None) -> str:
+    """The learning rate after `step`, as it would have been and as it will be; empty where it cannot be computed."""
+    if step is None or before.run.epochs or after.run.epochs:
+        return ""
+    rates = []
+    for settings in (before, after):
+        options = settings.trainer.options
+        if not isinstance(options.get("lr"), float):
+            return ""
+        shape = {"warmup_steps": options.get("warmup_steps", 0), "schedule": options.get("schedule", "constant")}
+        rates.append(rate_at(options["lr"], step, total_steps=settings.run.steps, **shape))
+    return f" after step {step} from {rates[0]:.3g} to {rates[1]:.3g}"
 
 
 def _is_allowed(key: str, allowed: Collection[str]) -> bool:

@@ -56,7 +56,7 @@ def test_g11_a_changed_ledger_is_found_too(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
         path.write_bytes(bytes(bad))
-        with pytest.raises(CheckpointError, match="was changed since the checkpoint"):
+        with pytest.raises(CheckpointError, match="was changed or deleted since the checkpoint"):
             restored(tmp_path / "run")
         path.write_bytes(good)
     assert restored(tmp_path / "run") == (3, 3.0, [1, 2, 3])

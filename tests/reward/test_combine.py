@@ -59,13 +59,25 @@ def test_the_reward_of_a_rollout(
 ) -> None:
     wanted = None if expected is None else pytest.approx(scale * expected, abs=1e-12)
     assert total(rewards, part, scale) == wanted
-    assert is_correct(rewards, part, scale) is correct
+    assert is_correct(rewards, part) is correct
 
 
 def test_correct_allows_for_rounding_and_no_more() -> None:
-    thirds = [NamedReward(name, ranged(0.0, 1.0), weight=0.1) for name in "abc"]
-    assert is_correct(thirds, dict.fromkeys("abc", 1.0), 1.0)  # 0.1 + 0.1 + 0.1 is not 0.3
-    assert not is_correct([TASK], {"task": 1.0 - 1e-8}, 1.0)  # 2e-8 below
+    assert is_correct([TASK], {"task": 1.0 - 1e-9})
+    assert not is_correct([TASK], {"task": 1.0 - 2e-8})
+
+
+def test_a_small_weight_or_range_hides_no_difference() -> None:
+    task, small = NamedReward("task", ranged(0.0, 1.0), weight=1e-9), NamedReward("small", ranged(0.0, 1e-9))
+    malus = NamedReward("malus", ranged(0.0, 1.0), weight=-1e-9)
+    assert is_correct([task, small, malus], {"task": 1.0, "small": 1e-9, "malus": 0.0})
+    for wrong in ({"task": 0.0}, {"small": 0.0}, {"malus": 1.0}):
+        assert not is_correct([task, small, malus], {"task": 1.0, "small": 1e-9, "malus": 0.0} | wrong)
+
+
+def test_nor_does_a_small_scale() -> None:
+    (scored,) = score(scoring(scale=1e-9), group())
+    assert (scored.rewards, scored.correct) == ((1e-9, 0.0, 0.0), (True, False, False))
 
 
 def is_a(prompt: Any, rollout: Any) -> float:

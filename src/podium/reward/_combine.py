@@ -15,7 +15,7 @@ from podium.reward._contract import MAX_REWARD, declared_range
 from podium.stages import RewardFunction
 
 CLOSE = 1e-8
-"""How near to the highest value counts as that value."""
+"""How near to the highest value counts as that value, of a range of 1 or more; of a smaller one, a share of it."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ def total(rewards: Sequence[NamedReward], part: Mapping[str, float | None], scal
     return number
 
 
-def is_correct(rewards: Sequence[NamedReward], part: Mapping[str, float | None], scale: float) -> bool | None:
-    """Whether the reward is the highest possible; unknown where a reward declares no range or gave no number."""
-    number = total(rewards, part, scale)
-    highest = scale * sum(reward.highest_share for reward in rewards)
-    if number is None or math.isinf(highest):
+def is_correct(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> bool | None:
+    """Whether the reward is the highest possible; unknown where a reward declares no range or gave no number.
+
+    Each value is compared within its own range, so that neither a small weight nor a small scale hides a difference.
+    """
+    if any(part[reward.name] is None for reward in rewards) or any(math.isinf(each.highest_share) for each in rewards):
         return None
-    return number >= highest - CLOSE and gates_hold(rewards, part)
+    summed = [reward for reward in rewards if reward.weight and reward.format != "gate"]
+    return all(has_best(each.function, part[each.name], each.weight) for each in summed) and gates_hold(rewards, part)
 
 
 def gates_hold(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> bool:
@@ -72,7 +74,16 @@ def gates_hold(rewards: Sequence[NamedReward], part: Mapping[str, float | None])
 
 def has_highest(function: Any, value: float | None) -> bool:
     """Whether a reward's own value is its declared maximum."""
-    return value is not None and value >= declared_range(function)[1] - CLOSE
+    return has_best(function, value, 1.0)
+
+
+def has_best(function: Any, value: float | None, weight: float) -> bool:
+    """Whether a reward's own value is the one that adds the most: its declared minimum where its weight is below 0."""
+    low, high = declared_range(function)
+    if value is None:
+        return False
+    allowed = CLOSE * min(1.0, high - low)
+    return value >= high - allowed if weight > 0 else value <= low + allowed
 
 
 def _weighed(rewards: Sequence[NamedReward], part: Mapping[str, float | None]) -> float:

@@ -120,7 +120,7 @@ class Scoring:
             group,
             rewards=tuple(total(rewards, part, self._scale) for part in parts),
             reward_parts=tuple(parts),
-            correct=tuple(is_correct(rewards, part, self._scale) for part in parts),
+            correct=tuple(is_correct(rewards, part) for part in parts),
             reward_failures=dict(failures),
             reward_counts=dict(counts),
             scoring_s=time.monotonic() - started,

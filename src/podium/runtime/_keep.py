@@ -81,13 +81,17 @@ def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], 
 def _accept_settings(before: Settings, after: Settings, folder: RunFolder, step: int) -> None:
     """The settings of the checkpoint against today's, which also finds a settings.toml that was edited by hand.
 
-    A change that was accepted once stays so until a checkpoint has it.
+    The value that was accepted last stays accepted, so that a run that was killed before it had a checkpoint with that
+    value goes on. Any other value is judged anew.
     """
-    accepted = {key for event in folder.events_of("changed") for key in event["keys"]}
-    for warning in check_changes(before, after, {*folder.allowed_changes, *accepted}, step):
+    accepted: dict[str, Any] = {}
+    for event in folder.events_of("changed"):
+        accepted |= event.get("values", {})
+    for warning in check_changes(before, after, folder.allowed_changes, step, accepted):
         warn(warning)
-    if new := [key for key in changes(before, after) if key not in accepted]:
-        folder.event("changed", keys=new)
+    found = {key: new for key, (_, new) in changes(before, after).items()}
+    if new := {key: value for key, value in found.items() if key not in accepted or accepted[key] != value}:
+        folder.event("changed", keys=list(new), values=new)
 
 
 def check_start(settings: Settings) -> None:
