@@ -23,9 +23,9 @@ from podium.reward._thinking import final_answer
 from podium.run import launcher_of
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
+    build_accept,
     build_advantages,
     build_data,
-    build_filter,
     build_scoring,
     check_retirement,
     check_rewards,
@@ -80,7 +80,7 @@ def _check(settings: Settings) -> tuple[str, bool]:
     check_trainer(settings)
     check_start(settings)
     check_reports(settings)
-    build_filter(settings)
+    accept = build_accept(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, rows, policy, settings.plan)
@@ -90,6 +90,8 @@ def _check(settings: Settings) -> tuple[str, bool]:
     memory = memory_plan(settings, policy, max(data.lengths))
     with closing(scoring):
         groups, trial = asyncio.run(_dry_run(settings, policy, data, scoring, memory))
+    if accept is not None:
+        list(map(accept, groups))  # what it returns is checked; nothing is left out here
     parts = [
         Part("settings", _settings_lines(settings), _settings_notes(settings, policy.device.type)),
         Part("data", data_lines(data, policy.tokenizer, "data"), _data_notes(settings, data)),

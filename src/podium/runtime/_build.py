@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from podium.advantage._assign import assign_advantages, check_advantages
 from podium.contracts import check_call, checked, is_users, user_code
 from podium.data._mixture import Source
@@ -19,7 +21,7 @@ from podium.loss._correction import Correction
 from podium.loss._objective import Objective
 from podium.model.load import Policy, choose_device
 from podium.pack import pack
-from podium.records import Group, Plan, PolicyLoss, ReferenceSettings, Row
+from podium.records import Group, Plan, ReferenceSettings, Row
 from podium.report._fanout import Reports
 from podium.reward._combine import NamedReward
 from podium.reward._scoring import Scoring
@@ -27,6 +29,7 @@ from podium.runtime._engine import max_engine_tokens
 from podium.runtime._memory import MemoryPlan
 from podium.runtime._reference import check_reference
 from podium.runtime._rewards import ScoringRecipe, named_reward
+from podium.runtime._users import UsersLoss
 from podium.runtime._watch import Watch
 from podium.sections import CorrectionSection, DataSource, Eval, Reward, SeparateReference
 from podium.settings import Settings
@@ -263,24 +266,10 @@ def build_objective(settings: Settings) -> Objective:
     shared = {key: getattr(given, key) for key in ("average", "constant", "old", "kl_beta", "kl_estimator", "kl_in")}
     function = partial(find("loss", given.name), **given.options)
     return Objective(
-        policy_loss=partial(_users_loss, function, given.name) if is_users(given.name) else function,
+        policy_loss=UsersLoss(function, given.name) if is_users(given.name) else function,
         correction=correction,
         **{key: value for key, value in shared.items() if value is not None},
     )
-
-
-def _users_loss(function: Any, name: str, policy_logprobs: Any, old_logprobs: Any, batch: Any) -> PolicyLoss:
-    """A loss of the user's, whose result is looked at before it is averaged."""
-    with user_code("loss.name", name):
-        parts = function(policy_logprobs, old_logprobs, batch)
-    if not isinstance(parts, PolicyLoss):
-        raise InputError(f"loss.name = {name!r} returned a {type(parts).__name__}; return podium.records.PolicyLoss")
-    if getattr(parts.per_token, "shape", None) != policy_logprobs.shape:
-        raise InputError(
-            f"loss.name = {name!r}: per_token has the shape {list(getattr(parts.per_token, 'shape', ()))} and the "
-            f"logprobs have {list(policy_logprobs.shape)}; give one value for each token"
-        )
-    return parts
 
 
 def build_reference(settings: Settings) -> ReferenceSettings | None:
@@ -292,22 +281,35 @@ def build_reference(settings: Settings) -> ReferenceSettings | None:
 
 
 def build_filter(settings: Settings) -> Any:
-    """`accept` is looked up like any other name of user code."""
+    """Groups in, those that are trained out."""
     given = settings.filter
-    accept = None
-    if given.accept is not None:
-        found = find("filter", given.accept, "filter.accept")
-        check_call("filter", "filter.accept", given.accept, found, {})
-        accept = partial(_accepted, found, given.accept)
-    return partial(filter_groups, drop_no_signal=given.drop_no_signal, truncated=given.truncated, accept=accept)
+    chosen = {"drop_no_signal": given.drop_no_signal, "truncated": given.truncated}
+    return partial(filter_groups, **chosen, accept=build_accept(settings))
+
+
+def build_accept(settings: Settings) -> Callable[[Group], bool] | None:
+    """`filter.accept`, which is looked up like any other name of user code."""
+    name = settings.filter.accept
+    if name is None:
+        return None
+    found = find("filter", name, "filter.accept")
+    check_call("filter", "filter.accept", name, found, {})
+    return partial(_accepted, found, name)
 
 
 def _accepted(function: Any, name: str, group: Group) -> bool:
     with user_code("filter.accept", name):
         verdict = function(group)
-        if verdict is None or inspect.isawaitable(verdict):
-            raise TypeError(f"it returned a {type(verdict).__name__}; return True or False")
-        return bool(verdict)
+    if not isinstance(verdict, bool | np.bool_):
+        if inspect.iscoroutine(verdict):
+            verdict.close()  # nothing will wait for it
+        raise InputError(f"filter.accept = {name!r} returned {_shown(verdict)}; return True or False")
+    return bool(verdict)
+
+
+def _shown(value: object) -> str:
+    """A value that is short, or else what it is."""
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def build_pack(settings: Settings, memory: MemoryPlan, ranks: int = 1) -> Any:

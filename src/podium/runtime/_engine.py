@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from podium.contracts import checked, user_code
+from podium.contracts import checked, is_users, user_code
 from podium.data._order import OrderedData
 from podium.lookup import find
 from podium.model.device_thread import one_team
@@ -19,6 +19,7 @@ from podium.model.load import Policy
 from podium.records import Batch, UpdateResult
 from podium.run_folder import RunFolder
 from podium.runtime._around import Around
+from podium.runtime._users import Bounds, UsersRollout
 from podium.settings import Settings
 from podium.stages import Engine
 from podium.sync._delivery import Delivery
@@ -84,8 +85,16 @@ def make_rollout(
     """`purpose` keeps the seeds of training, evaluation and checks apart."""
     make, seed = find("rollout", settings.rollout.name), settings.run.seed
     wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
-    with user_code("rollout.name", settings.rollout.name):
-        return checked("rollout", settings.rollout.name, make(*wiring, **options))
+    name = settings.rollout.name
+    with user_code("rollout.name", name):
+        stage = checked("rollout", name, make(*wiring, **options))
+    if not is_users(name):
+        return stage
+
+    def newest_version() -> int | None:  # weights that change in flight may write before the engine says so
+        return None if settings.run.in_flight else getattr(engine, "policy_version", None)
+
+    return UsersRollout(stage, name, Bounds(policy.vocabulary, policy.max_context_tokens, newest_version))
 
 
 def make_delivery(

@@ -31,7 +31,7 @@ def split_gap(loss: Loss, policy_logprobs: torch.Tensor, batch: Batch) -> torch.
 
     Advantages are set to 1 for the check: real ones average to 0, where a wrong denominator would not show.
     """
-    batch = replace(batch, advantages=batch.loss_mask)
+    batch = replace(batch, advantages=batch.loss_mask.clone())
     half = batch.num_documents // 2
     cut = int(batch.cu_seqlens[half])
     logprobs = policy_logprobs.detach().clone().requires_grad_()
