@@ -33,8 +33,8 @@ ELSEWHERE = {"code", "code_stdio", "judge", "rubric", "reasoning_gym"}
 """They run programs, ask a model or need a task's row; their own tests attack them."""
 CASES |= {name: (name, "18", {}) for name in choices("reward") if name not in {*CASES, *ELSEWHERE}}
 COMPARES = set(CASES) - {"length", "max_length", "overlong", "ifeval", "ifeval, Tulu 3", "think_format", "r1_format"}
-RIGHT = {"a lone surrogate", "right to left"}
-"""The only texts that hold the answer 18 in the digits 0-9."""
+RIGHT = {"a lone surrogate", "right to left", "full-width digits"}
+"""The only texts that hold the answer 18 in the digits 0-9, or in their full-width forms."""
 
 
 @pytest.mark.parametrize("title", HOSTILE)

@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -149,3 +150,48 @@ def test_an_answer_that_cannot_be_compared_is_refused(answer: object) -> None:
 
 def test_their_ranges_are_declared() -> None:
     assert declared_range(math) == declared_range(strict_math) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "expected"),
+    [
+        ("### Final Answer\n\n5", "5", 1),
+        ("So 5.\n\n**Answer**\n6\n", "5", 0),
+        ("## Answer\n\nFirst $x = 6$.\n\nThen $y = 5$.", "5", 1),  # a heading over more than the answer
+        ("<answer>5</answer>", "5", 1),
+        ("<answer>The answer is 6</answer> or 5", "5", 0),
+        ("Between <answer></answer> the answer is 5.", "5", 1),
+        ("答案是5。", "5", 1),
+        ("故答案为：5", "5", 1),
+        ("答案是6。不是5", "5", 0),
+        ("The correct option is **B**.", "B", 1),
+        ("The correct option is not B.", "B", 0),
+        ("The correct option is **C**, not B.", "B", 0),
+        (r"\framebox{5}", "5", 1),
+        (r"\framebox{6}", "5", 0),
+        (r"\boxed{５}", "5", 1),
+        (r"\boxed{５６}", "5", 0),
+        (r"\boxed{8\pi\text{ units}^2}", r"8\pi", 1),
+        (r"\boxed{8\pi\text{ units}^2}", r"64\pi", 0),
+        (r"\boxed{5\text{ units}^2}", "25", 0),
+        (r"\boxed{C_5^2}", r"\binom52", 1),
+        (r"\boxed{C_{5}^{3}+1}", r"\binom52", 0),
+        (r"\boxed{x = 2k\pi, k \in \mathbb{Z}}", r"2k\pi, k\in\mathbb{Z}", 1),
+        (r"\boxed{x = 2k\pi\ (k \in \mathbb{Z})}", r"2k\pi, k\in\mathbb{Z}", 1),
+        (r"\boxed{n=4k}", r"n=4k, k\in\mathbb{Z}", 1),
+        (r"\boxed{x = k\pi, k \in \mathbb{Z}}", r"2k\pi, k\in\mathbb{Z}", 0),
+        (r"\boxed{x = 2k\pi, k \in \mathbb{N}}", r"2k\pi, k\in\mathbb{Z}", 0),
+        (r"\boxed{n=4k, k\in\mathbb{Z}}", r"n=4k, k\in\mathbb{Z}^+", 0),
+        (r"\boxed{[3, \infty)}", r"x \ge 3, x\in\mathbb{Z}", 0),
+        (r"\boxed{2, k\in\mathbb{Z}}", "2", 0),  # k stands nowhere in the answer
+    ],
+)
+def test_answers_as_models_write_them(text: str, label: str, expected: float) -> None:
+    assert math(make_prompt(answer=label), make_rollout(text)) == expected
+
+
+@pytest.mark.parametrize("text", ["answer\n", "#" * 9, "答案是", "answer \n " * 3, "<answer>", "option is "])
+def test_many_marks_of_an_answer_take_no_time(text: str) -> None:
+    started = time.process_time()
+    find_answer(text * (200_000 // len(text)))
+    assert time.process_time() - started < 5

@@ -78,7 +78,7 @@ def test_a_prompt_that_opens_the_thinking(name: str) -> None:
     assert not is_right(name, "so " * (MEGABYTE // 3) + right, opens_thinking=True)
 
 
-OTHER_DIGITS = {"Arabic": "١٨", "Devanagari": "१८", "full-width": "１８", "Chinese": "十八", "superscript": "¹⁸"}
+OTHER_DIGITS = {"Arabic": "١٨", "Devanagari": "१८", "Chinese": "十八", "superscript": "¹⁸"}
 NUMBERS = {
     "arithmetic": "#### {}",
     "gsm8k": "So {}.",
@@ -93,6 +93,12 @@ NUMBERS = {
 def test_only_the_digits_0_to_9_are_a_number(name: str, script: str) -> None:
     assert not is_right(name, NUMBERS[name].format(OTHER_DIGITS[script]))
     assert is_right(name, NUMBERS[name].format("18"))
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "arithmetic"])
+def test_full_width_digits_are_the_same_digits(name: str) -> None:
+    assert is_right(name, NUMBERS[name].format("１８"))
+    assert not is_right(name, NUMBERS[name].format("１７"))
 
 
 @pytest.mark.parametrize("name", ["exact", "string_f1", "puzzle", "flan", "search", "search_f1"])

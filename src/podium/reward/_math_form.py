@@ -7,6 +7,8 @@ of a set are `⦃…⦄`, digits in groups of three are joined, and a currency i
 import re
 from itertools import pairwise
 
+from podium.reward._numbers import WIDE
+
 SIGNS = str.maketrans(
     {
         "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
@@ -36,6 +38,10 @@ def _set_of_numbers(match: re.Match[str]) -> str:
     return "ℝℤℕℚℂ"["RZNQC".index(match[1] or match[0][1])] + " "
 
 
+def _binomial(match: re.Match[str]) -> str:
+    return rf"\binom{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
+
+
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -48,6 +54,7 @@ REWRITES = [
         (rf"\\[dt]binom{WORD}", r"\\binom"),
         (rf"\\(le|ge|ne)(?:q|qslant|qq)?{WORD}|\\(le|ge)qslant{WORD}", lambda m: "\\" + (m[1] or m[2]) + " "),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"(?<![A-Za-z\\}])C_(?:\{([0-9]+)\}|([0-9]))\^(?:\{([0-9]+)\}|([0-9]))", _binomial),
         (rf"\\lt{WORD}", "<"),
         (rf"\\gt{WORD}", ">"),
         (r"<=|=<", r"\\le "),
@@ -91,12 +98,14 @@ FUNCTIONS = [
     "log", "ln", "lg", "exp", "sqrt", "max", "min", "gcd", "lcm", "det", "cis",
 ]  # fmt: skip
 CONNECTIVES = re.compile(r"⟪\s*(,?)\s*(and|or|to|if|for|when|where|mod)\s*(,?)\s*⟫")
+COMMAND = re.compile(r"\\[A-Za-z]+|⟪[^⟪⟫]*⟫")
+PARAMETER = re.compile(r"[,;(] ?(?:where |for |with )?([a-z]) ?\\in ?(?:ℤ|Z) ?\)?$")
 BARE_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 
 
 def normal(answer: str) -> str:
     """The answer in one spelling, without what may stand around it."""
-    text = answer.translate(SIGNS)
+    text = answer.translate(WIDE).translate(SIGNS)
     text = GROUPED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
@@ -106,7 +115,18 @@ def normal(answer: str) -> str:
         if text == (text := TEXT.sub(_as_text, text)):
             break
     text = CONNECTIVES.sub(r"\1 \2 \3", text)
-    return trimmed(text)
+    return _without_parameter(trimmed(text))
+
+
+def _without_parameter(text: str) -> str:
+    r"""Without `, k \in ℤ` at the end, where k stands before it: an answer that says nothing of k means an integer."""
+    match = PARAMETER.search(text)
+    if match is None or (match[0][0] == "(") != match[0].endswith(")"):
+        return text
+    before = trimmed(text[: match.start()])
+    if re.search(r"[<>]|\\(?:le|ge|ne|in)(?![A-Za-z])", before):
+        return text  # the integers of a region
+    return before if re.search(rf"(?<![A-Za-z\\]){match[1]}(?![A-Za-z])", COMMAND.sub(" ", before)) else text
 
 
 def _without_delimiters(text: str) -> str:

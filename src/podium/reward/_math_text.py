@@ -5,6 +5,8 @@ Everything here takes time in proportion to the text, however braces and markers
 
 import re
 
+from podium.reward._markup import last_block
+
 TAIL = 100_000
 """Characters at the end of a text that are searched for the answer."""
 
@@ -12,8 +14,14 @@ MAX_BOXES = 20
 MAX_CHARACTERS = 1000
 """A longer answer is none."""
 
-BRACE = re.compile(r"(?P<brace>(?P<box>\\(?:boxed|fbox)\s*)?\{)|\}|(?P<bare>\\boxed(?![A-Za-z])\s*)|\\.", re.DOTALL)
-ANSWER_IS = re.compile(r"\banswer(?:\s+is\b|\s*:)[\s:*]*", re.IGNORECASE)
+BRACE = re.compile(
+    r"(?P<brace>(?P<box>\\(?:boxed|fbox|framebox)\s*)?\{)|\}|(?P<bare>\\boxed(?![A-Za-z])\s*)|\\.", re.DOTALL
+)
+ANSWER_IS = re.compile(
+    r"(?:\b(?:answer|(?:correct|right)\s+(?:option|choice))(?:\s+is\b|\s*:)|答案[是为:：])[\s:：*]*"
+    r"|^[ \t#*]*+(?:final[ \t]+)?answer[ \t*]*+\n\s*+(?=[^\n]*+\s*+\Z)",  # a heading over the last line
+    re.IGNORECASE | re.MULTILINE,
+)
 BARE_CONTENT = re.compile(
     r"(?=[-+−–.(\[\\0-9√π]|[A-Za-z](?![A-Za-z]))"
     r"(?:[^\s$\\{}]|\\[A-Za-z]+(?:\{[^{}\n]{0,99}\}){0,2}|\\[,!%$]|(?<=[0-9]) (?=\\text)){1,200}"
@@ -24,9 +32,14 @@ CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
 
 
 def find_answer(text: str) -> str | None:
-    """The last box; without one what follows the last "answer is"; then the last formula; then the whole text."""
+    """The last box; without one what follows the last "answer is"; then the last formula; then the whole text.
+
+    Without a box only the last `<answer>…</answer>` block is searched, where there is one.
+    """
     text = text[-TAIL:]
     found = last_boxed(text)
+    if found is None:
+        text = (last_block(text, "answer") or "").strip() or text
     if found is None:
         found = _after_answer_is(text)
     if found is None:
@@ -86,7 +99,7 @@ def _after_answer_is(text: str) -> str | None:
     tail = text[last.end() : last.end() + 2 * MAX_CHARACTERS]
     if tail.startswith(tuple(CLOSING)) and (formulas := _formulas(tail)):
         return formulas[0]
-    sentence = re.split(r"\n|\.(?:\s|$)", tail, maxsplit=1)[0].strip(" *")
+    sentence = re.split(r"\n|\.(?:\s|$)|。", tail, maxsplit=1)[0].strip(" *")
     return next(reversed(_formulas(sentence)), sentence) or None
 
 

@@ -100,6 +100,7 @@ def currency(code: str) -> Unit:
 def read_suffix(suffix: str) -> tuple[Fraction, list[Unit | None]] | None:
     """A factor (`million`) and the units that the words behind a number may mean; None where they are no words."""
     words = re.sub(r"[⟪⟫{}~()]", " ", suffix).replace(r"\cdot", " ").replace(r"\times", " ").strip(" .")
+    words = re.sub(r"\b(units?)\s*\^\s*[23]\b", r"\1", words)
     if not re.fullmatch(r"[A-Za-z%/ .'0-9^°-]*", words):
         return None
     tokens = re.findall(r"[A-Za-z%°']+|[0-9]+|[/^-]", re.sub(r"(?<=[A-Za-z])\.", "", words))

@@ -1,6 +1,6 @@
 r"""Numbers as people write them, compared as text: no size of number can make a comparison slow.
 
-Only the digits 0-9 count, in full width (５) too. Groups of three digits may be parted by a comma, `{,}`, a narrow space
+Only the digits 0-9 count, also in full width. Groups of three digits may be parted by a comma, `{,}`, a narrow space
 (`\,`), a space or an apostrophe: 18,000 is 18 000. `7/8` and `\frac{7}{8}` are one number, and so is 3 1/2. A minus (or
 a dash in its place) is part of a number where nothing that it could be subtracted from stands before it: 10-5 holds 10
 and 5. A space may follow it behind `=` and `is`, or where the text is nothing but that number: `x = - 5`. The exponent
