@@ -3,14 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from podium import checkpoint_files
 from podium.checkpoint_files import find_damage
 from podium.cli import main
 from podium.errors import CheckpointError
+from podium.model.load import model_folder
 from podium.run import train
 from podium.settings import Settings
 from tests.conftest import small_tables
@@ -185,14 +188,18 @@ def test_the_trained_adapter_folder_holds_two_files_and_nothing_else(finished: P
     ]
 
 
-def test_a_checkpoint_from_before_prompts_could_be_pending_is_restored(finished: Path) -> None:
-    path = newest(finished) / "state.json"
-    saved = json.loads(path.read_text())
-    assert saved["state"].pop("pending") == []
+def rewrite_state(place: Path, saved: dict[str, Any]) -> None:
+    """With a manifest that fits."""
+    path, manifest = place / "state.json", place / "manifest.json"
     path.write_text(json.dumps(saved))
-    manifest = newest(finished) / "manifest.json"
     files = json.loads(manifest.read_text()) | {"state.json": checkpoint_files.describe_file(path)}
     manifest.write_text(json.dumps(files, indent=1))
+
+
+def test_a_checkpoint_from_before_prompts_could_be_pending_is_restored(finished: Path) -> None:
+    saved = json.loads((newest(finished) / "state.json").read_text())
+    assert saved["state"].pop("pending") == []
+    rewrite_state(newest(finished), saved)
     assert main(["resume", str(finished), "--run.steps=5"]) == 0
     events = [json.loads(line) for line in (finished / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "restored"] == [4]
@@ -260,3 +267,38 @@ def test_a_change_that_was_insisted_on_allows_no_other_value(tmp_path: Path, cap
     assert "loss.clip_high cannot change on resume" in capsys.readouterr().err
     assert main(["resume", str(run), "--run.steps=3", *insist]) == 0  # the edited file counts as a change
     assert main(["resume", str(run), "--step=2", "--run.steps=4"]) == 0  # and is accepted as often as it is needed
+
+
+def a_base(tmp_path: Path) -> Path:
+    """The embedded model as a folder of one's own."""
+    return shutil.copytree(model_folder("embedded"), tmp_path / "base")
+
+
+def change_a_weight(base: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_an_adapter_does_not_go_on_over_other_base_weights(tmp_path: Path, capsys) -> None:
+    run, base = tmp_path / "run", a_base(tmp_path)
+    model = {"name": str(base), "device": "cpu"}
+    train(Settings.from_dict(small_tables(run, steps=1) | {"model": model}))
+    assert main(["resume", str(run), "--run.steps=2"]) == 0  # the same weights, read again
+    change_a_weight(base)
+    assert main(["resume", str(run), "--run.steps=3"]) == 2
+    assert "the base weights are not those that this run's adapter was trained on" in capsys.readouterr().err
+    place = run / "checkpoints" / "step-000002"
+    saved = json.loads((place / "state.json").read_text())
+    del saved["base_digest"]
+    rewrite_state(place, saved)
+    assert main(["resume", str(run), "--run.steps=3"]) == 0  # a checkpoint from before the digest was kept
+
+
+def test_full_weights_are_in_the_checkpoint_so_the_base_does_not_count(tmp_path: Path) -> None:
+    run, base = tmp_path / "run", a_base(tmp_path)
+    model = {"name": str(base), "device": "cpu", "lora": False}
+    train(Settings.from_dict(small_tables(run, steps=1) | {"model": model}))
+    change_a_weight(base)
+    assert main(["resume", str(run), "--run.steps=2"]) == 0

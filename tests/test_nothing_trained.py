@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from podium.check import _settings_notes
 from podium.data._mixture import Source
 from podium.data._order import OrderedData
 from podium.data._table import left_out
 from podium.model.load import load_policy
 from podium.records import Plan, Row, StepGroups, UpdateResult
-from podium.report._idle import FIRST_WARNING, IdleSteps, why_idle
+from podium.report._idle import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
 from podium.run import UNTRAINED, evaluate, resume, train
 from podium.run_folder import RunFolder
 from podium.settings import Model, Settings
@@ -49,7 +50,9 @@ def test_a_step_says_why_it_trained_nothing(step: StepGroups, reason: str) -> No
 def test_a_gradient_that_is_not_finite_is_another_reason() -> None:
     step = a_step(make_group(), kept=(make_group(),))
     assert why_idle(step, UpdateResult(False, 6, {})) == "the loss or its gradient was not finite"
-    assert why_idle(step, UpdateResult(True, 6, {})) is None
+    assert why_idle(step, UpdateResult(True, 6, {"optim/grad_norm": 1e-30})) is None
+    assert not is_zero_gradient({"optim/grad_norm": 0.0, "optim/skipped": 1.0})  # counted as skipped already
+    assert (why_idle(step, UpdateResult(True, 6, {"optim/grad_norm": 0.0})) or "").startswith("the gradient is 0")
 
 
 def test_the_warning_comes_after_a_few_steps_in_a_row_and_then_more_rarely() -> None:
@@ -97,6 +100,37 @@ def test_a_run_that_trains_ends_with_0_and_does_not_say_so(tmp_path: Path, capfd
     told = capfd.readouterr()
     assert "NOTHING" not in told.out + told.err
     assert "trained model" in told.out
+
+
+NO_LOSS = """
+from dataclasses import replace
+
+from podium.loss.grpo import grpo
+
+
+def loss(policy, old, batch):
+    made = grpo(policy, old, batch)
+    return replace(made, per_token=made.per_token * 0)
+"""
+
+
+def test_updates_by_a_gradient_of_0_train_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.py").write_text(NO_LOSS)
+    given = settings(tmp_path / "run", rollout={"max_new_tokens": 24}, loss={"name": f"{tmp_path}/none.py:loss"})
+    run = given.run.model_copy(update={"prompts_per_step": 8, "rollouts_per_prompt": 4, "steps": 3})
+    summary = train(given.model_copy(update={"run": run}))
+    assert (summary.exit_code, summary.skipped_steps) == (UNTRAINED, 0)
+    assert summary.untrained.startswith("the gradient is 0")
+    told = capfd.readouterr()
+    assert "NOTHING WAS TRAINED: none of the 3 steps changed the policy; the gradient is 0" in told.out
+    assert "warning: 3 steps in a row trained nothing: the gradient is 0" in told.err
+    assert "Nothing was trained" in RunFolder(tmp_path / "run").page.read_text()
+
+
+@pytest.mark.parametrize(("warmup", "is_noted"), [(3, False), (4, True), (100, True)])
+def test_check_notes_a_run_that_is_all_warm_up(warmup: int, is_noted: bool, tmp_path: Path) -> None:
+    notes = _settings_notes(settings(tmp_path, trainer={"warmup_steps": warmup}).resolve(), "cpu")
+    assert any(f"trainer.warmup_steps = {warmup} and run.steps = 4" in note for note in notes) is is_noted
 
 
 def rows(path: Path) -> None:

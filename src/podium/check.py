@@ -144,6 +144,12 @@ def _settings_notes(settings: Settings, device: str) -> list[str]:
     updates = trainer.get("epochs_per_batch", 1) * trainer.get("minibatches_per_step", 1)
     if updates == 1 and settings.loss.old == "auto" and {"clip_low", "clip_high"} & set(settings.loss.options):
         notes.append("with one update per batch the ratio is 1 and the clip bounds cannot bind")
+    warmup = trainer.get("warmup_steps", 0)
+    if warmup and warmup >= settings.run.steps:
+        notes.append(
+            f"trainer.warmup_steps = {warmup} and run.steps = {settings.run.steps}: the whole run is warm-up, below "
+            "the full trainer.lr until its last step at least; lower trainer.warmup_steps"
+        )
     if device == "cuda" and _is_all_float32(settings):
         notes.append(
             "model.dtype and trainer.precision are 'float32', without TF32: on a GPU that is several times slower than "

@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,11 +69,13 @@ class FolderCheckpoint:
         every: int,
         keep: int,
         step: int | None = None,
+        base_digest: str | None = None,
         hooks: Hooks = Hooks(),  # noqa: B008  frozen
     ) -> None:
-        """`step` names the checkpoint to restore; by default the newest that can be trusted."""
+        """`step` names the checkpoint to restore; by default the newest that can be trusted. `base_digest` is that of
+        the weights under an adapter."""
         self._folder, self._trainer, self._ledger = folder, trainer, ledger
-        self._data_fingerprint, self._settings = data_fingerprint, settings
+        self._data_fingerprint, self._settings, self._base_digest = data_fingerprint, settings, base_digest
         self._every, self._keep, self._wanted_step, self._hooks = every, keep, step, hooks
         self._last_begun: int | None = None
         """Step of the last commit that was begun; an error in it is raised before another is."""
@@ -97,6 +100,7 @@ class FolderCheckpoint:
         settings = read_settings(chosen)
         if settings is not None:
             self._hooks.accept(settings, saved["state"]["step"])
+            self._check_base(saved.get("base_digest"), settings)
         self._trainer.load_state(read_tensors(chosen))
         listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
         state = RunState(**saved["state"] | listed)
@@ -107,6 +111,18 @@ class FolderCheckpoint:
         self._last_begun, self._whole = state.step, state
         self._folder.event("restored", step=state.step, checkpoint=chosen.name, restarts=self._restarts)
         return state
+
+    def _check_base(self, saved: str | None, settings: str) -> None:
+        """An adapter fits the base weights that it was trained on. Checkpoints of full weights, and those from before
+        the digest was kept, have none. Where the user insisted on another model or precision, it is another one."""
+        before, now = (tomllib.loads(text).get("model", {}) for text in (settings, self._settings))
+        is_insisted = any(before.get(key) != now.get(key) for key in ("name", "dtype", "lora"))
+        if saved and self._base_digest and saved != self._base_digest and not is_insisted:
+            raise InputError(
+                f"model.name = {now.get('name')!r}: the base weights are not those that this run's adapter was trained "
+                "on: the folder was changed, or the name stands for another revision now; restore them, or start a new "
+                "run"
+            )
 
     async def commit_if_due(self, state: RunState) -> None:
         """Due once `every` steps have passed since the last commit; a window may carry it past the exact multiple."""
@@ -158,6 +174,7 @@ class FolderCheckpoint:
         saved = {
             "state": asdict(state),
             "data_fingerprint": self._data_fingerprint,
+            "base_digest": self._base_digest,
             "ledger": self._ledger.position(),
             "restarts": self._restarts,
         }

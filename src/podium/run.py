@@ -24,6 +24,7 @@ from podium.evaluation import Results, held_out_groups
 from podium.lookup import find
 from podium.model.load import load_policy
 from podium.records import Group, RunState
+from podium.report._idle import is_zero_gradient
 from podium.run_folder import RunFolder
 from podium.runtime._build import (
     Wired,
@@ -280,10 +281,12 @@ def _named(error: BaseException, folder: RunFolder) -> BaseException:
 
 
 def _summary(state: RunState, wired: Wired, folder: RunFolder, stop: StopSignal, seconds: float) -> Summary:
-    accuracies = [line["eval/accuracy"] for line in wired.ledger.history() if "eval/accuracy" in line]
+    history = wired.ledger.history()
+    accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
     end = wired.stages.data.end(state)
     is_finished = end is not None
-    untrained = wired.reports.idle.reasons if 0 < state.step == state.num_skipped_steps else ""
+    num_idle = state.num_skipped_steps + sum(map(is_zero_gradient, history))
+    untrained = wired.reports.idle.reasons if 0 < state.step == num_idle else ""
     return Summary(
         state="finished" if is_finished else "stopped",
         step=state.step,

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
+from podium.model.evidence import weights_digest
 from podium.model.forward import head_weight, max_context_tokens, text_config
 from podium.model.hub import hub_is_reachable
 from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
@@ -76,6 +77,15 @@ class Policy:
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's, or all; their names are those of a checkpoint."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def base_digest(self) -> str | None:
+        """Of the weights under the adapter, which no checkpoint holds; None for full weights. It reads every weight, so
+        it has to be asked before they are spread over ranks."""
+        if self.peft is None:
+            return None
+        trained = self.trained_parameters()
+        base = ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in trained)
+        return weights_digest(base).hex()
 
     @torch.no_grad()
     def load_trained(self, tensors: Mapping[str, torch.Tensor]) -> None:

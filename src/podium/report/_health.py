@@ -78,10 +78,11 @@ def _ending(facts: Facts) -> Iterator[Verdict]:
 
 def _untrained(facts: Facts) -> Iterator[Verdict]:
     """No step of the run changed the policy, or none for some time."""
-    skipped = facts.series.last("optim/skipped", len(facts.series))
+    columns = (facts.series.column(name) for name in ("optim/skipped", "optim/grad_norm"))
+    is_idle = [skip == 1.0 or norm == 0.0 for skip, norm in zip(*columns, strict=True) if skip is not None]
     told = [str(event.get("message", "")) for event in facts.events if event.get("event") == "nothing_trained"]
-    if len(skipped) > 1 and all(value == 1.0 for value in skipped):
-        text = f"None of the {len(skipped)} steps changed the policy. {told[-1] if told else ''}".strip()
+    if len(is_idle) > 1 and all(is_idle):
+        text = f"None of the {len(is_idle)} steps changed the policy. {told[-1] if told else ''}".strip()
         yield Verdict("bad", "learning", "Nothing was trained", text, "Look at the rollouts and their rewards.")
     elif told:
         yield Verdict("note", "learning", "Some steps in a row trained nothing", told[-1])

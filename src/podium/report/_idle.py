@@ -1,17 +1,26 @@
 """Steps that trained nothing: why, in words, and when that is worth a warning."""
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from podium.records import StepGroups, UpdateResult
 
 FIRST_WARNING = 3
 """Steps in a row without an update; the next warning comes after twice as many, and so on."""
 
+ZERO_GRADIENT = "the gradient is 0: the loss or every advantage is 0, or too small a number to count"
+
+
+def is_zero_gradient(metrics: Mapping[str, Any]) -> bool:
+    """Whether a step made an update that had nothing to go by."""
+    return metrics.get("optim/grad_norm") == 0.0 and not metrics.get("optim/skipped")
+
 
 def why_idle(step: StepGroups, result: UpdateResult) -> str | None:
     """Why the step changed nothing; None if it did."""
     if result.updated:
-        return None
+        return ZERO_GRADIENT if is_zero_gradient(result.metrics) else None
     rollouts = [rollout for group in step.drawn for rollout in group.rollouts]
     rewards = [reward for group in step.drawn for reward in group.rewards]
     scored = [reward for reward in rewards if reward is not None]

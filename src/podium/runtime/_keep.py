@@ -54,14 +54,16 @@ def build_checkpoint(
     data: OrderedData,
     step: int | None,
     begin: Callable[[], None],
+    base_digest: str | None,
 ) -> FolderCheckpoint:
-    """`step` names the checkpoint to go on from; `begin` gives the trainer the weights that a new run starts from."""
+    """`step` names the checkpoint to go on from; `begin` gives the trainer the weights that a new run starts from;
+    `base_digest` is that of the weights under its adapter."""
     if settings.run.sync_every == 0:
         begin()  # the engine is given them before a checkpoint is restored
     hooks = checkpoint_hooks(settings, folder, begin)
-    given = settings.checkpoint
-    wiring = (folder, trainer, ledger, data.fingerprint, settings.to_toml())
-    return FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)
+    given, others = settings.checkpoint, {"step": step, "base_digest": base_digest, "hooks": hooks}
+    wiring: Any = (folder, trainer, ledger, data.fingerprint, settings.to_toml())
+    return FolderCheckpoint(*wiring, every=given.every, keep=given.keep, **others)
 
 
 def checkpoint_hooks(settings: Settings, folder: RunFolder, begin: Callable[[], None]) -> Hooks:

@@ -46,6 +46,8 @@ class Parts:
     ranks: int
     begin: Callable[[], None]
     """Gives the trainer the weights that a new run starts from."""
+    base_digest: str | None
+    """Of the weights under the adapter, taken before they were spread over ranks; None for full weights."""
     end: Callable[[], None] = lambda: None
     """Ends what the runtime itself started."""
 
@@ -82,7 +84,9 @@ def wire(
         pack=build_pack(settings, parts.memory, parts.ranks),
         trainer=cast(Trainer, LoggedTrainer(parts.trainer, folder)),
         sync=cast(Sync, LoggedSync(sync, engine, folder)),
-        checkpoint=build_checkpoint(settings, folder, parts.delivery.trainer, ledger, data, step, parts.begin),
+        checkpoint=build_checkpoint(
+            settings, folder, parts.delivery.trainer, ledger, data, step, parts.begin, parts.base_digest
+        ),
         report=reports,
         evaluation=evaluation(
             settings,

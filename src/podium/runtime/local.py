@@ -53,6 +53,7 @@ def local(
     check_retirement(settings, scoring, data)
     memory = memory_plan(settings, policy, max(data.lengths))
     check_space(settings, folder, memory, step)
+    base_digest = policy.base_digest()
     longest = max(data.lengths + (held_out.lengths if held_out else []))
     trainer, engine = make_core(
         fitted(settings, longest), policy, plan, memory, join() if ranks > 1 else None, folder.event
@@ -71,6 +72,7 @@ def local(
         memory=memory,
         ranks=ranks,
         begin=partial(load_start, settings, policy, trainer),
+        base_digest=base_digest,
         **({"end": reference.close} if reference is not None else {}),
     )
     return wire(settings, folder, parts, stop_requested, step, console_mode)

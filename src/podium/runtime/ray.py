@@ -150,6 +150,7 @@ def _parts(
         memory=memory,
         ranks=settings.runtime.options["ranks"],
         begin=trainer.load_start,
+        base_digest=policy.base_digest,
         end=staff.close,
     )
 

@@ -191,6 +191,7 @@ class Learner:
         self._job, settings = job, job.settings
         check_trainer(settings)
         self._policy = load_policy(settings.model, seed=settings.run.seed)
+        self.base_digest = self._policy.base_digest()
         self.memory = memory_plan(settings, self._policy, job.longest_prompt)
         plan = replace(settings.plan, steps=job.steps)
         self._trainer = make_trainer(settings, self._policy, plan, self.memory)

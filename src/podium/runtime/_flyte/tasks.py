@@ -53,7 +53,7 @@ async def open_trainer(job: str, base: Dir) -> tuple[str, Dir, Dir]:
         if not learner.is_new:  # a warm container whose driver was lost
             release(Learner)
             learner = await held(Learner, job, base)
-        return _reply(await learner.begin(), memory=asdict(learner.memory))
+        return _reply(await learner.begin(), memory=asdict(learner.memory), base_digest=learner.base_digest)
 
 
 @where.trainer_environment.task(**where.IN_PODIUM)

@@ -123,7 +123,7 @@ def wire(
         pack=build_pack(settings, memory),
         trainer=cast(Any, LoggedTrainer(cast(Any, trainer), folder)),
         sync=cast(Any, LoggedSync(Stored(trainer, engines), cast(Any, engines), folder)),
-        checkpoint=_checkpoint(driving, settings, folder, trainer, ledger, data.fingerprint, step),
+        checkpoint=_checkpoint(driving, settings, folder, trainer, ledger, data.fingerprint, step, told["base_digest"]),
         report=reports,
         evaluation=evaluation(
             settings,
@@ -161,6 +161,7 @@ def _checkpoint(
     ledger: Ledger,
     data_fingerprint: str,
     step: int | None,
+    base_digest: str | None,
 ) -> Any:
     """The run's own checkpoints, each kept by the driver's store as well."""
     own = checkpoint_hooks(settings, folder, lambda: None)  # the trainer's tasks have loaded what the run starts from
@@ -171,5 +172,6 @@ def _checkpoint(
 
     wiring: Any = (folder, trainer, ledger, data_fingerprint, settings.to_toml())
     given, hooks = settings.checkpoint, replace(own, committed=committed)
-    checkpoint = FolderCheckpoint(*wiring, every=given.every, keep=given.keep, step=step, hooks=hooks)
+    others: Any = {"step": step, "base_digest": base_digest, "hooks": hooks}
+    checkpoint = FolderCheckpoint(*wiring, every=given.every, keep=given.keep, **others)
     return RemoteCheckpoint(checkpoint, trainer, lambda place: driving.store.save(folder, place))

@@ -100,7 +100,8 @@ class Staff:
             self.trainer = Referenced(self.trainer, RemoteReference(kind.started[0]))
             self._began["reference_started"] = {key: found["reference-1"][key] for key in ("pid", "node")}
         self._make_engine(rollouts, about, returned)
-        return RemotePolicy(tokenizer, about.stop_ids, about.max_context_tokens, about.vocabulary)
+        facts = (about.stop_ids, about.max_context_tokens, about.vocabulary, about.base_digest)
+        return RemotePolicy(tokenizer, *facts)
 
     def prepare(self, steps: int, longest_prompt: int, recipe: ScoringRecipe) -> MemoryPlan:
         """What has to wait for the data: the optimizer's schedule, the longest document, the rewards that rows name."""

@@ -30,6 +30,8 @@ class RemotePolicy:
     stop_ids: tuple[int, ...]
     max_context_tokens: int
     vocabulary: int
+    base_digest: str | None
+    """Of the weights under the adapter; None for full weights."""
 
 
 class RemoteTrainer:

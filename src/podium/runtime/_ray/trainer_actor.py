@@ -41,6 +41,8 @@ class About:
     vocabulary: int
     tokenizer: Mapping[str, Any]
     """Its fingerprint."""
+    base_digest: str | None
+    """Of the weights under the adapter; of rank 0 alone, with which the others are compared."""
 
 
 class TrainerActor(Tenant):
@@ -126,7 +128,8 @@ class TrainerActor(Tenant):
         check_trainer(self._settings)
         policy = self._policy = load_policy(self._settings.model, seed=self._settings.run.seed)
         fingerprint = tokenizer_fingerprint(policy.tokenizer)
-        facts = (policy.stop_ids, policy.max_context_tokens, policy.vocabulary, fingerprint)
+        base_digest = policy.base_digest() if self._rank == 0 else None
+        facts = (policy.stop_ids, policy.max_context_tokens, policy.vocabulary, fingerprint, base_digest)
         return About(os.getpid(), os.uname().nodename, *facts)
 
     def _build(self, steps: int, longest_prompt: int) -> MemoryPlan:
