@@ -3,8 +3,8 @@
     python benchmarks/rewards.py [--out benchmarks/results/rewards_cpu.json]
 
 math-verify is called directly and in a plain ProcessPoolExecutor (a call each, as it is often done); beside them the
-reward `math` in one of Podium's workers (a group each). Then both pools are given answers on which a regular expression does
-not end. Take the figures on a machine with nothing else to do.
+reward `math` in one of Podium's workers (a group each). Then both pools are given answers on which a regular expression
+does not end. Take the figures on a machine with nothing else to do.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from podium.model.handoff import manifest_of, publish, read_published, remove_pu
 from podium.model.load import load_policy
 from podium.run import train
 from podium.settings import Model, Settings
-from podium.sync._probe import check_parity
+from podium.sync._probe import Noise, check_parity
 from tests.conftest import small_tables
 
 
@@ -113,8 +113,12 @@ class Certain:
 def test_a_member_without_the_trained_weights_is_named() -> None:
     trainer: Any = Certain()
     engine: Any = Several()
+
+    async def compare(held: Any) -> str | None:
+        return None
+
     with pytest.raises(ParityError, match=r"engine Several, member worker-2\.4, does not sample from the trained"):
-        asyncio.run(check_parity(trainer, engine, [1, 2, 3], 3, 1e-4))
+        asyncio.run(check_parity(trainer, engine, [1, 2, 3], 3, Noise("float32"), compare))
 
 
 def test_the_folder_is_private_and_swept_away_once_nobody_holds_it(

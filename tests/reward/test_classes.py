@@ -123,5 +123,5 @@ def test_a_registered_class_is_found_by_either_name(tmp_path: Path) -> None:
         "    def __call__(self, prompt, rollout): return 1\n"
     )
     assert find("reward", f"{path}:brief") is find("reward", f"{path}:Brevity")
-    with pytest.raises(InputError, match="has no function or class 'brevity'"):
+    with pytest.raises(InputError, match="has no such function or class"):
         find("reward", f"{path}:brevity")
