@@ -1,7 +1,7 @@
 import pytest
 
 from podium.errors import InputError
-from podium.reward._numbers import answer_as_text, expected_integer, last_number, numbers_in
+from podium.reward._numbers import answer_as_text, expected_integer, last_readings, numbers_in
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ from podium.reward._numbers import answer_as_text, expected_integer, last_number
 )
 def test_numbers_have_one_spelling_each(text: str, expected: list[str]) -> None:
     assert list(numbers_in(text)) == expected
-    assert last_number(text) == (expected[-1] if expected else None)
+    assert last_readings(text)[:1] == expected[-1:]
 
 
 @pytest.mark.parametrize(("answer", "text"), [("x", "x"), (18, "18"), (-1.5, "-1.5"), (1e20, "1" + "0" * 20)])

@@ -42,12 +42,17 @@ MANY = re.compile(rf"(?:\s|~|\\[, ])*(?:\\text\{{\s*)?({'|'.join(POWERS)})\b", r
 def numbers_in(text: str) -> Iterator[str]:
     """Every number of the text in its normal form: one spelling for each value."""
     for match in NUMBER.finditer(_plain(text)):
-        value = _normal(match)
-        is_negative = match[0][0] in MINUS
-        if (ones := match["whole"] or match["ones"]) and not _is_mixed(match):
-            yield "-" * is_negative + (ones.lstrip("0") or "0")  # 3 5/2 are two numbers
-            is_negative = False
-        yield "-" + value if is_negative and value != "0" else value
+        yield from _values(match)
+
+
+def _values(match: re.Match[str]) -> Iterator[str]:
+    """Of one match: two where a whole number stands before a fraction that is no part of it."""
+    value = _normal(match)
+    is_negative = match[0][0] in MINUS
+    if (ones := match["whole"] or match["ones"]) and not _is_mixed(match):
+        yield "-" * is_negative + (ones.lstrip("0") or "0")  # 3 5/2 are two numbers
+        is_negative = False
+    yield "-" + value if is_negative and value != "0" else value
 
 
 def decimals_in(text: str) -> Iterator[str]:
@@ -103,27 +108,26 @@ def _fraction(match: re.Match[str]) -> str:
     return f"{whole}.{fraction}" if fraction else whole
 
 
-def last_number(text: str) -> str | None:
-    """The last number of the text in its normal form; None if it has none."""
-    last = None
-    for number in numbers_in(text):
-        last = number
-    return last
-
-
-def last_in_full(text: str) -> str | None:
-    """The last number of the text times the word behind it, 1500000 for `1.5 million`; None without such a word."""
+def last_readings(text: str) -> list[str]:
+    """The last number of the text in its normal form, and that number times the word behind it: `1.5 million` is 1.5
+    and 1500000. None of both where the text has no number."""
     text = _plain(text)
-    *_, last = (None, *NUMBER.finditer(text))
-    word = last and MANY.match(text, last.end())
-    number = last_number(text)
-    if not word or number is None or "/" in number:
-        return None
-    places = POWERS[word[1].lower()]
-    whole, _, fraction = number.partition(".")
+    last = None
+    for match in NUMBER.finditer(text):
+        last = match
+    if last is None:
+        return []
+    *_, number = _values(last)
+    word = MANY.match(text, last.end())
+    return [number] if word is None or "/" in number else [number, _in_full(number, POWERS[word[1].lower()])]
+
+
+def _in_full(number: str, places: int) -> str:
+    """With the decimal point so many places further to the right."""
+    sign = "-" if number.startswith("-") else ""
+    whole, _, fraction = number.removeprefix("-").partition(".")
     fraction = fraction.ljust(places, "0")
-    sign, digits = ("-", whole[1:]) if whole.startswith("-") else ("", whole)
-    return sign + _decimal(f"{digits}{fraction[:places]}.{fraction[places:]}")
+    return sign + _decimal(f"{whole}{fraction[:places]}.{fraction[places:]}")
 
 
 def answer_as_text(answer: Any) -> str:

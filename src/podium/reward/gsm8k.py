@@ -12,7 +12,7 @@ from typing import Any
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
 from podium.reward._contract import checks_answer, declare_range
-from podium.reward._numbers import answer_as_text, last_in_full, last_number, numbers_in
+from podium.reward._numbers import answer_as_text, last_readings, numbers_in
 from podium.reward._thinking import judges_answer
 
 MARKER = "####"
@@ -43,5 +43,4 @@ def check(row: Row) -> None:
 @judges_answer
 def gsm8k(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
-    expected = expected_number(prompt.answer)
-    return float(expected in (last_number(rollout.text), last_in_full(rollout.text)))
+    return float(expected_number(prompt.answer) in last_readings(rollout.text))
