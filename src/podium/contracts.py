@@ -1,7 +1,7 @@
-"""What a user's own stage must look like: its arguments, its methods, and words where it breaks.
+"""Checks stages that the user wrote: their arguments, their methods, and the exceptions they raise.
 
-Podium's own choices keep these by their tests; things named as `module:object` are checked here, before anything starts
-as far as that is possible.
+Tests hold Podium's own choices to the same contract. Objects named as `module:object` are checked here, before the run
+starts where that is possible.
 """
 
 import inspect
@@ -63,7 +63,7 @@ def check_call(stage: str, where: str, name: str, thing: Callable[..., Any], opt
 
 
 def signature_of(what: str, thing: Callable[..., Any]) -> inspect.Signature:
-    """With its annotations as objects; what has none, or broken ones, is told."""
+    """The signature with its annotations evaluated. Raises `InputError` if it cannot be read."""
     try:
         return inspect.signature(thing, eval_str=True)
     except Exception as error:  # an annotation is user code too
@@ -90,7 +90,7 @@ def _check_methods(stage: str, what: str, thing: Any) -> None:
 
 @contextmanager
 def user_code(what: str, name: str) -> Iterator[None]:
-    """Around a call of what `name` stands for: an error of user code is told with its place, not as a traceback."""
+    """Wraps a call into user code. Turns its exception into an `InputError` that names the setting, file and line."""
     try:
         yield
     except PodiumError:

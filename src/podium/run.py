@@ -266,7 +266,7 @@ def _old_objects_left_alone() -> Iterator[None]:
 
 
 def _named(error: BaseException, folder: RunFolder) -> BaseException:
-    """A disk that failed, or a folder that is gone, is told as what it is, wherever it was met."""
+    """Disk errors and a lost run folder become `StorageError`, whichever stage hit them."""
     if isinstance(error, (OSError, CheckpointError)):
         try:
             folder.check_there()

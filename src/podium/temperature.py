@@ -16,7 +16,7 @@ def sane_temperature(temperature: float) -> float:
 
 
 def sane_top_p(top_p: float) -> float:
-    """Less is 0 beside the rounding of a sum of probabilities, and would leave no token."""
+    """Smaller values round to 0 when probabilities are summed, so that no token would be left."""
     if top_p < MIN_TOP_P:
         raise ValueError(f"give at least {MIN_TOP_P:g}; for the likeliest token alone set temperature = 0")
     return top_p

@@ -58,12 +58,12 @@ def held_adapter(
             if module.merged or module.disable_adapters or "default" not in module.active_adapters:
                 found.append(f"{layer} does not use its adapter")
         elif layer not in laid:
-            found.append(f"no adapter was laid over {layer}")
+            found.append(f"no adapter was applied to {layer}")
             continue
         else:
             (a, b), scales[layer] = laid[layer], scale
             if not torch.equal(_weight(module), merged(base[layer], a, b, scale)):
-                found.append(f"{layer} is not its base weights with the adapter laid over them")
+                found.append(f"{layer} does not equal its base weights plus the adapter")
         tensors |= {f"{layer}.lora_A": shown(a), f"{layer}.lora_B": shown(b)}
     views = torch.stack([branch_views(output) for output in branches.values()]).tolist() if branches else []
     return Held(tensors, scales, dict(zip(branches, views, strict=True)), faults=tuple(found))

@@ -102,7 +102,7 @@ class Inprocess:
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
         self._laid: dict[str, Halves] = {}
-        """The adapter that was laid over each of them last."""
+        """The adapter that was last added to each of these layers."""
         self._packed: list[PackedLinear] = []
         if snapshot and policy.peft is None:
             for module in self._model.modules():

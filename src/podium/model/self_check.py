@@ -41,7 +41,7 @@ ADVICE = "use another architecture, such as Llama, Qwen, Mistral, Gemma 3 or Smo
 def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     """Raises `InputError` unless packed logprobs are those of the model itself, its dropout switched off for good.
 
-    Returns the small copy, for engines to try themselves on, or None where there is none.
+    Returns the small copy, on which engines check their decoding, or None if none could be built.
     """
     switch_dropout_off(model)
     small, reason = small_copy(model)

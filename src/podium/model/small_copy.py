@@ -49,7 +49,7 @@ def _is_window(name: str) -> bool:
 
 
 def small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel | None, str]:
-    """In float32 on the CPU, or None and why there is none. No random numbers are drawn from the global state."""
+    """A float32 copy on the CPU, or None and the reason. Does not touch the global random state."""
     reason = ""
     with torch.random.fork_rng(devices=[]):
         for is_narrow, has_few_experts in WAYS:
@@ -128,14 +128,14 @@ def _take_few_experts(config: Any) -> None:
 
 
 def _towers(config: Any, inner: Any) -> Iterator[Any]:
-    """Configs of encoders that stand beside the language model."""
+    """Configs of the encoders of a multimodal model."""
     for name, value in vars(config).items():
         if name.endswith("_config") and value is not None and value is not inner and not isinstance(value, Mapping):
             yield value
 
 
 def _plain(config: Any, name: str) -> Any:
-    """The value, or None where there is none or layers differ in it."""
+    """The value, or None if the config has no such value or it differs between layers."""
     try:
         return getattr(config, name, None)
     except Exception:  # transformers raises its own where the value depends on the layer

@@ -92,7 +92,7 @@ def trial_adapter(policy: Policy, layers: Collection[str]) -> dict[str, torch.Te
 
 @torch.no_grad()
 def trial_logprobs(policy: Policy, adapter: dict[str, torch.Tensor], token_ids: list[int]) -> list[float]:
-    """Of the base model with this adapter beside its layers."""
+    """Logprobs of the base model with this adapter added to its layers."""
 
     def branch(a: torch.Tensor, b: torch.Tensor) -> Any:
         def add(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:

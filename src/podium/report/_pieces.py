@@ -31,7 +31,7 @@ class Pieces:
 
 
 def read_pieces(path: Path) -> dict[int, str]:
-    """By id; a line that was cut off or is none of ours is passed over."""
+    """By id. Lines that were cut off or have another format are skipped."""
     pieces: dict[int, str] = {}
     try:
         lines = read_regular(path).splitlines()

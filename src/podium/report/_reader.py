@@ -206,7 +206,7 @@ def _fits(line: dict[str, Any], kinds: dict[str, Any]) -> bool:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line that was cut off by a kill is none; NaN and infinities, which are no JSON, are null."""
+    """Skips a line that a kill cut off. NaN and infinities, which JSON does not have, become null."""
     for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):  # fast; all of Python's
         try:
             line = parse(raw)

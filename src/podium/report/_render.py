@@ -27,7 +27,7 @@ def to_json(data: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """null in place of each number that is none."""
+    """Replaces NaN and infinities by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

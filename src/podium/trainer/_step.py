@@ -157,7 +157,7 @@ def _sums(output: LossOutput, logprobs: torch.Tensor, entropy: torch.Tensor, bat
         return torch.where(mask, values, 0).double().sum() / batch.num_loss_tokens
 
     before = logprobs if batch.old_logprobs is None else batch.old_logprobs
-    gap = before - batch.rollout_logprobs  # of the policy before the first update: its own movement is none of it
+    gap = before - batch.rollout_logprobs  # before the first update, so the policy has not moved yet
     ratio = gap.exp()
     return {
         "loss/total": output.loss.detach().double(),

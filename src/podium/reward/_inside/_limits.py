@@ -1,9 +1,10 @@
-"""What is taken from a process before it runs a tested program; none of it can be had back.
+"""Restricts a process before it runs a tested program. The process cannot undo any of it.
 
-Limits on memory, processor time and files by rlimit, and root's rights but for files. By a seccomp filter: only the
-system calls of `_calls`, so no new process and no other program, no way out by a socket, no hand on another process, no
-memory that the limits do not count. Threads are counted by the process outside the sandbox, which the filter asks
-before each one (`ask_before_threads`).
+- rlimits bound memory, CPU time and file sizes.
+- All capabilities of root are dropped except those for reading and writing files.
+- A seccomp filter allows only the system calls listed in `_calls`. The program cannot start processes, open network
+  connections, reach other processes or allocate memory that the limits do not count.
+- Before each new thread the filter asks the process outside the sandbox, which counts them (`ask_before_threads`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Of ioctl: whether it is a terminal and its size, bytes to read, whether to wait, whether to inherit."""
 KEPT_RIGHTS = 1 << 1 | 1 << 2
-"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root reads files, such as Python's own, whoever owns them."""
+"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: root may read files of any owner, for example Python's own."""
 CAPABILITIES_V3 = 0x20080522
 
 
