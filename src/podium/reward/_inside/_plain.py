@@ -1,8 +1,8 @@
 """Values that cross between processes: plain data whole and exact, everything else by a number.
 
-A value is a letter, a length and its content, or, for a container, how many values follow. Reading a
-value creates only numbers, texts, containers and the standard-library values in `PARTS`, whatever bytes are read. So the
-judge can safely read what the tested program writes.
+A value is a letter, a length and its content, or, for a container, how many values follow. Reading a value creates
+only numbers, texts, containers and the standard-library values in `PARTS`, whatever bytes are read. So the judge can
+safely read what the tested program writes.
 """
 
 from __future__ import annotations
