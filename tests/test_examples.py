@@ -23,10 +23,12 @@ def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PODIUM_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "run"
     small = ["--run.steps=2", "--run.prompts_per_step=2", "--run.rollouts_per_prompt=3", "--rollout.max_new_tokens=16"]
-    # every group trains: sixteen tokens are too few for a reward
     others = ["--eval.data.max_rows=2", "--filter.drop_no_signal=false", "--checkpoint.every=0", "--model.device=cpu"]
-    settings = str(EXAMPLES / "smollm2" / "settings.toml")
-    assert main(["train", settings, f"--run.folder={folder}", *small, *others, "--quiet"]) == 0
+    tables = Settings.from_toml(EXAMPLES / "smollm2" / "settings.toml").to_dict()
+    tables["reward"] = [{"name": "tests.chaos.parts:even_tokens"}]  # sixteen tokens are too few for a right answer
+    settings = tmp_path / "settings.toml"
+    settings.write_text(Settings.from_dict(tables).to_toml())
+    assert main(["train", str(settings), f"--run.folder={folder}", *small, *others, "--quiet"]) == 0
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in steps if "loss/total" in line]
     assert len(trained) == 2

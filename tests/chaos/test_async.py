@@ -30,7 +30,8 @@ RESUMES = 5
 def async_tables(folder: Path, **run: Any) -> dict[str, Any]:
     """2 prompts × 2 rollouts a step, each step an update, so that the policy version is the step."""
     tables = tiny_tables(folder, **{"max_lag": MAX_LAG, "rollouts_per_prompt": 2, "max_stall_s": 120} | run)
-    return tables | {"filter": {"drop_no_signal": False}, "rollout": {"max_new_tokens": 16}}
+    reward = [{"name": "tests.chaos.parts:even_tokens"}]
+    return tables | {"filter": {"drop_no_signal": False}, "rollout": {"max_new_tokens": 16}, "reward": reward}
 
 
 def pool_tables(folder: Path, **run: Any) -> dict[str, Any]:

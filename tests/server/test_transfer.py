@@ -40,6 +40,7 @@ class Able:
 def a_server(engine: Any, *, device: str = "cuda", peft: Any = None) -> Any:
     policy = SimpleNamespace(
         peft=peft,
+        model=None,  # no experts, whose weights are kept in another form than a folder has them
         device=torch.device(device),
         named_weights=lambda: ((name, torch.zeros(shape)) for name, shape in SHAPES.items()),
     )
