@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,11 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def is_committing(run: Path) -> bool:
+    events = (run / "events.jsonl").read_text()
+    return events.count('"committing"') > events.count('"committed"')
+
+
 @declare_range(0.0, 1.0)
 def losing(prompt: Prompt, rollout: Rollout) -> float:
     """Once the run has written as many steps as PODIUM_LOSE_AT says, its folder goes."""
@@ -37,6 +43,8 @@ def losing(prompt: Prompt, rollout: Rollout) -> float:
     metrics = run / "metrics.jsonl"
     if metrics.exists() and metrics.read_bytes().count(b"\n") >= int(os.environ["PODIUM_LOSE_AT"]):
         with suppress(OSError):  # another worker may be quicker
+            while is_committing(run):  # a commit that is being written ends with its own error, or is left half deleted
+                time.sleep(0.01)
             LOSSES[os.environ["PODIUM_LOSE_HOW"]](run)
     return float(len(rollout.text) % 2)
 
