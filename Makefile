@@ -14,13 +14,13 @@ demo: $(VENV)/.core
 demo-full: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/full.toml
 
-# Two processes, each with files of its own: most tests wait for others that they start.
+# Two processes, each with files of its own. The longest files come first.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --durations=20 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.test scan
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests tools benchmarks examples
+	$(BIN)/ruff check src tests tools benchmarks examples
 	$(BIN)/pyright
 
 # Needs no network: pinned versions against the advisories in .ci/advisories.toml, and a search for secrets.
@@ -37,12 +37,12 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.chaos.soak
 
 format: $(VENV)/.test
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests tools benchmarks examples
+	$(BIN)/ruff check --fix src tests tools benchmarks examples
 
 docs: $(VENV)/.core
-	$(BIN)/python -m podium.reference docs/settings.md
-	$(BIN)/python -m podium.report._glossary > docs/metrics.md
+	$(BIN)/python -m tools.settings_page docs/settings.md
+	$(BIN)/python -m podium.report.web.glossary > docs/metrics.md
 
 benchmark: $(VENV)/.test
 	$(BIN)/python benchmarks/end_to_end.py

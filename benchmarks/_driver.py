@@ -21,22 +21,22 @@ ROUNDS = 5
 def measure_driver(folder: Path) -> dict[str, float]:
     """Seconds of CPU and bytes, by the names of `Costs`."""
     from podium.model.load import load_policy
-    from podium.records import StepGroups
-    from podium.runtime import _wire as wire
-    from podium.sections import Model
+    from podium.records import Batch, StepGroups
+    from podium.remote.codec import encode
+    from podium.settings.sections import Model
 
     (folder / "rollouts").mkdir(parents=True)
     policy = load_policy(Model(name="embedded", device="cpu"), seed=0)
     by_length: dict[int, dict[str, float]] = {}
     for tokens in (SHORT, LONG):
-        lines = [_line(key, tokens, policy.vocabulary) for key in range(GROUPS)]
+        lines = [_line(key, tokens, policy.vocabulary) for key in range(GROUPS * ROLLOUTS)]
         groups = _groups(lines, policy)
         step = StepGroups(GROUPS).plus(groups, groups)
         batches = _packed(groups)
         by_length[tokens] = {
             "receive": _quickest(lambda lines=lines: _groups(lines, policy)),
             "pack": _quickest(lambda groups=groups: _packed(groups)),
-            "order": _quickest(lambda batches=batches: wire.batches_to_bytes(batches)),
+            "order": _quickest(lambda batches=batches: encode(batches, list[Batch])),
             "report": _quickest(lambda step=step: _report(folder, step)),
             "bytes": sum(map(len, lines)),
         }
@@ -58,28 +58,41 @@ def measure_driver(folder: Path) -> dict[str, float]:
 
 
 def _line(key: int, tokens: int, vocabulary: int) -> str:
-    """An answer as a worker sends it."""
+    """The answer to one rollout as a server sends it."""
     from podium.records import Answer
-    from podium.server.wire import line_of
+    from podium.remote.codec import to_plain
+    from podium.server.served import Written
 
     draw = random.Random(key)
-    ids = tuple(tuple(draw.randrange(4, vocabulary) for _ in range(tokens)) for _ in range(ROLLOUTS))
-    logprobs = tuple(tuple(-draw.expovariate(2.0) for _ in range(tokens)) for _ in range(ROLLOUTS))
-    return json.dumps(line_of(Answer(key, ids, logprobs, ("stop",) * ROLLOUTS, ((0, 0),) * ROLLOUTS), None))
+    ids = tuple(draw.randrange(4, vocabulary) for _ in range(tokens))
+    logprobs = tuple(-draw.expovariate(2.0) for _ in range(tokens))
+    return json.dumps(to_plain(Written(key, Answer(ids, logprobs, "stop", (0, 0)), None)))
 
 
 def _groups(lines: list[str], policy: Any) -> list[Any]:
-    """From the wire to groups with advantages: parsed, checked, decoded, scored."""
+    """From the wire to groups with advantages: parsed, checked, decoded, scored. `lines` are in the requests' order."""
     from podium.advantage._assign import assign_advantages
     from podium.advantage.grpo import grpo
     from podium.engine.vllm_server import VllmServer
-    from podium.records import Prompt, Request
+    from podium.records import EngineTraits, Prompt
     from podium.reward.arithmetic import arithmetic
     from podium.rollout.single_turn import SingleTurn
 
-    asked = {key: Request(key, (1,) * 20, tuple(range(ROLLOUTS))) for key in range(len(lines))}
-    connection = SimpleNamespace(url="here")
-    server = SimpleNamespace(_connection=connection, _policy=policy, _check_owner=lambda run: None)
+    asked: list[Any] = []
+    missing = set(range(len(lines)))
+
+    async def generate(request: Any) -> Any:
+        asked.append(request)
+        line = json.loads(lines[len(asked) - 1])
+        return VllmServer._answer(server, line, asked, missing)[1]  # type: ignore[arg-type]
+
+    server = SimpleNamespace(
+        _connection=SimpleNamespace(url="here"),
+        _policy=policy,
+        _check_owner=lambda run: None,
+        traits=EngineTraits(channels=("disk",)),
+        generate=generate,
+    )
     stage = SingleTurn(
         server,  # type: ignore[arg-type]
         policy.tokenizer,
@@ -89,12 +102,11 @@ def _groups(lines: list[str], policy: Any) -> list[Any]:
         0,
         max_new_tokens=LONG,
     )
+    prompts = [Prompt(ordinal, (1,) * 20, answer="7") for ordinal in range(len(lines) // ROLLOUTS)]
 
     async def all_of_them() -> list[Any]:
         made = []
-        for line in lines:
-            answer = VllmServer._answer(server, json.loads(line), asked)  # type: ignore[arg-type]
-            group, _ = await stage._group(Prompt(answer.key, (1,) * 20, answer="7"), answer)
+        async for group in stage.start(prompts):
             rewards = tuple(arithmetic(group.prompt, rollout) for rollout in group.rollouts)
             parts = tuple({"arithmetic": reward} for reward in rewards)
             made.append(_scored(group, rewards, parts))
@@ -116,10 +128,10 @@ def _packed(groups: list[Any]) -> Any:
 
 
 def _report(folder: Path, step: Any) -> None:
-    from podium.ledger import Ledger
     from podium.records import RunState, StepReport
     from podium.report.jsonl import Jsonl
-    from podium.run_folder import RunFolder
+    from podium.run.folder import RunFolder
+    from podium.run.ledger import Ledger
 
     ordinals = tuple(group.prompt.ordinal for group in step.drawn)
     Jsonl(Ledger(RunFolder(folder))).write(StepReport(RunState(step=1), {}, step.drawn, ordinals))
@@ -127,12 +139,12 @@ def _report(folder: Path, step: Any) -> None:
 
 def _route_s() -> float:
     """To find a worker with room among many that are busy, for each of them."""
-    from podium.engine._pool.members import Limit, Member, Members
+    from podium.remote.pool_members import Limit, Member, Members
 
     async def search() -> float:
-        members = Members()
+        members: Members[Member[Any]] = Members()
         for number in range(MEMBERS):
-            members.add(Member(str(number), None, Limit(64), rollouts=number % 60))  # type: ignore[arg-type]
+            members.add(Member(str(number), None, Limit(64), num_in_flight=number % 60))  # type: ignore[arg-type]
         return _quickest(lambda: members._with_room(4))
 
     return asyncio.run(search()) / MEMBERS

@@ -8,9 +8,9 @@ temperature, bfloat16 products over float32 weights, loss (mean over the step's 
 KL), AdamW, learning rate and seed; no group is skipped. Podium computes a prompt once for its group in training too
 (`pack.shared_prefix`). `trl-N` goes through N rollouts at a time, with TRL's fastest settings otherwise; `trl-docs` is
 what its documentation shows: its defaults, 8 at a time, activations recomputed; `podium-overlap` samples the next step
-while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum;
-`podium-mlp` rounds less on its way (`model.exact_sums = "mlp"`). What was measured before stays in the results file, so
-a model or a contender can be measured by itself. A step's time is from the end of the step before it to its own end.
+while it trains this one (`run.max_lag = 1`), so each of the two takes longer and the step less than their sum. What
+was measured before stays in the results file, so a model or a contender can be measured by itself. A step's time is
+from the end of the step before it to its own end.
 Memory is what the whole GPU has given away, at its highest. MFU counts the tokens that passed through the model,
 padding aside.
 
@@ -42,7 +42,7 @@ from _trl_config import trl_config
 from podium import declare_range, runs_inline
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
-PODIUM = ("podium", "podium-overlap", "podium-mlp", "podium-vllm")
+PODIUM = ("podium", "podium-overlap", "podium-vllm")
 TRL_AS_DOCUMENTED, TRL_DEFAULT_BATCH = "trl-docs", 8
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
@@ -217,7 +217,7 @@ def ratios(contenders: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         best = min(trl, key=lambda each: each["seconds_median"])
         made["step_seconds"] = best["seconds_median"] / mine["seconds_median"]
         made["peak_memory"] = mine["peak_memory_gb"] / best["peak_memory_gb"]
-        for name in ("podium-overlap", "podium-mlp"):
+        for name in ("podium-overlap",):
             if name in ran:
                 made[f"step_seconds_{name}"] = best["seconds_median"] / ran[name]["seconds_median"]
     return {name: round(value, 3) for name, value in made.items()}
@@ -353,7 +353,7 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
     here = Path(__file__).resolve()
     reward: dict[str, Any] = {"name": f"{here}:hash_reward"}
     if work.reward == "arithmetic":
-        reward = {"name": "arithmetic", "fallback": True}
+        reward = {"name": "arithmetic_lax"}
     is_overlapped = variant == "-overlap"
     vllm = {"name": "vllm_local", "memory_share": VLLM_MEMORY_SHARE, "concurrency": 512, "max_context_tokens": 2048}
     with tempfile.TemporaryDirectory() as scratch:
@@ -371,13 +371,12 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
                 "dtype": "float32",
                 "device": "cuda",
                 "lora": False,
-                "exact_sums": "mlp" if variant == "-mlp" else "residual",
             },
-            "data": [{"name": "arithmetic", "operations": "+"}],
+            "data": [{"name": "sums"}],
             "reward": [reward],
             "rollout": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens, "system": SYSTEM},
             "engine": vllm if variant == "-vllm" else {"name": "inprocess"},
-            "filter": {"drop_no_signal": False},
+            "filter": {"accept": "all"},
             "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE, "precision": "bfloat16"},
             "checkpoint": {"every": 0, "keep": 1},
@@ -462,9 +461,8 @@ def run_trl(
 
 def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str = SYSTEM) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
-    from podium.data._mixture import Source
-    from podium.data._order import OrderedData
     from podium.data.arithmetic import arithmetic
+    from podium.data.rows.order import OrderedData, Source
     from podium.records import Plan, RunState
 
     rows = arithmetic(operations="+")
@@ -499,7 +497,7 @@ def make_trl_clock(work: Workload) -> Any:
     import torch
     from transformers import TrainerCallback
 
-    from podium.reward.arithmetic import arithmetic
+    from podium.reward.arithmetic_lax import arithmetic_lax
 
     class TrlClock(TrainerCallback):
         def __init__(self) -> None:
@@ -525,7 +523,7 @@ def make_trl_clock(work: Workload) -> Any:
                 rollout = SimpleNamespace(text=turns[-1]["content"])
                 prompt: Any = SimpleNamespace(answer=right)
                 rewards.append(
-                    arithmetic(prompt, rollout, fallback=True)  # type: ignore[arg-type]
+                    arithmetic_lax(prompt, rollout)  # type: ignore[arg-type]
                     if work.reward == "arithmetic"
                     else hash_reward(prompt, rollout)
                 )

@@ -40,7 +40,7 @@ def a_policy(model: str, device: str, lora: bool) -> Any:
     """The model itself, or random weights of its shape."""
     from podium.errors import InputError
     from podium.model.load import load_policy, model_folder
-    from podium.sections import Model
+    from podium.settings.sections import Model
 
     name = model
     if model in SHAPES:

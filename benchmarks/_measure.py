@@ -48,11 +48,11 @@ def work(prompts: int, steps: int, workers: int, max_lag: int) -> dict[str, Any]
         "model": {"name": "embedded", "device": "cpu"},
         "engine": {"name": "pool", "replicas": [workers, workers]},
         "rollout": {"max_new_tokens": MAX_NEW_TOKENS},
-        "filter": {"drop_no_signal": False},
+        "filter": {"accept": "all"},
         "trainer": {"lr": 1e-6},
         "checkpoint": {"every": 0},
         "reward": [{"name": "arithmetic"}],
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
     }
 
 
@@ -134,9 +134,9 @@ class Push:
 
 def measure_parts(folder: Path, repeats: int) -> tuple[list[Lot], list[Push]]:
     """Through the stages of a real run with one worker."""
-    from podium.run_folder import RunFolder
+    from podium.run.folder import RunFolder
     from podium.runtime.local import local
-    from podium.settings import Settings
+    from podium.settings.tables import Settings
 
     tables = work(16, 1, 1, 0)
     tables["run"]["folder"] = str(folder)
@@ -176,13 +176,13 @@ async def _lot(stages: Any, pid: int, state: Any, prompts: int) -> tuple[Lot, An
     from podium.records import StepGroups
 
     worker, laps = _cpu_s(pid), [time.process_time()]
-    scored = stages.reward.score_each(stages.rollout.start(stages.data.draw(state, prompts)))
+    scored = stages.reward.score_each(stages.rollout(stages.data.draw(state, prompts)))
     groups = [each async for group in scored for each in stages.filter(stages.assign_advantages([group]))]
     worker_s = _cpu_s(pid) - worker
     laps.append(time.process_time())
     batches = stages.pack(groups)
     laps.append(time.process_time())
-    result = await stages.trainer.step(batches)
+    result = await stages.train(batches)
     laps.append(time.process_time())
     step = StepGroups(prompts).plus(groups, groups)
     state = stages.data.advance(state, step.drawn).after(step, result)

@@ -23,13 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from podium.checkpoint import FolderCheckpoint
-from podium.checkpoint_files import find_damage
-from podium.ledger import Ledger
 from podium.records import RunState
-from podium.run import train
-from podium.run_folder import RunFolder
-from podium.settings import Settings
+from podium.run.checkpoint import FolderCheckpoint
+from podium.run.checkpoint_files import find_damage
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
+from podium.run.start import train
+from podium.settings.tables import Settings
 
 ROUNDS = 5
 STEPS = 40
@@ -86,7 +86,7 @@ def steps_of(folder: Path, every: int) -> list[float]:
         "reward": [{"name": "arithmetic"}],
         "rollout": {"max_new_tokens": 24},
         "checkpoint": {"every": every},
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
     }
     train(Settings.from_dict(tables))
     ends = [event["time"] for event in RunFolder(folder).events_of("trained")]

@@ -361,7 +361,7 @@ def run_podium(work: Work, pipe: int, *, skipping: bool = False, server: Server 
             "reward": [{"name": "arithmetic"}],
             "rollout": {"temperature": TEMPERATURE, "max_new_tokens": work.tokens},
             "engine": {"name": "inprocess"} if server is None else engine_at(server),
-            "filter": {"drop_no_signal": skipping},
+            "filter": {"accept": "signal" if skipping else "all"},
             "pack": {"shared_prefix": True},
             "trainer": {"lr": LEARNING_RATE},
             "checkpoint": {"every": 0},
@@ -438,9 +438,8 @@ def run_trl(work: Work, pipe: int) -> None:
 
 def podium_prompts(tokenizer: Any, work: Work) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
-    from podium.data._mixture import Source
-    from podium.data._order import OrderedData
     from podium.data.arithmetic import arithmetic
+    from podium.data.rows.order import OrderedData, Source
     from podium.records import Plan, RunState
 
     rows = arithmetic()

@@ -1,11 +1,11 @@
-"""Records what the published checkers make of generated texts, for `tests/reward/test_ifeval_published.py`.
+"""Records the verdicts of published checkers on generated texts, for `reward/instructions/test_ifeval_published.py`.
 
     pip install lm-eval nltk immutabledict langdetect      # an environment of its own
     python benchmarks/ifeval_agreement.py NLTK_DATA IF_FUNCTIONS OUT.jsonl.gz [CASES]
 
 NLTK_DATA holds `tokenizers/punkt_tab`, of `nltk.download("punkt_tab")` or out of the wheel of llama-index-core.
 IF_FUNCTIONS is open-instruct's `open_instruct/if_functions.py`. Followed so far: lm-eval 0.4.13, nltk 3.10.4,
-langdetect 1.0.9, punkt_tab with the digest in `src/podium/reward/_punkt_english.txt`, open-instruct 021dd069.
+langdetect 1.0.9, punkt_tab with the digest in `reward/instructions/punkt_english.txt`, open-instruct 021dd069.
 
 A line is [name, arguments, text, verdict] for an instruction of IFEval or a function of Tulu 3, or
 ["counts", {}, text, [sentences, words in capitals]].

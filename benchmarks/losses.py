@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from podium.lookup import choices
-from podium.run import train
-from podium.settings import Settings
+from podium.run.start import train
+from podium.settings.lookup import choices
+from podium.settings.tables import Settings
 
 DEMO = Path(__file__).parent.parent / "examples" / "arithmetic" / "settings.toml"
 

@@ -1,4 +1,4 @@
-"""Makes `src/podium/reward/_punkt_english.txt` from nltk's `punkt_tab` data, of which it keeps what `ifeval` needs.
+"""Makes `src/podium/reward/instructions/punkt_english.txt` from nltk's `punkt_tab` data: what `ifeval` needs of it.
 
     python benchmarks/make_punkt_data.py FOLDER
 
@@ -10,7 +10,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-OUT = Path(__file__).parents[1] / "src" / "podium" / "reward" / "_punkt_english.txt"
+OUT = Path(__file__).parents[1] / "src" / "podium" / "reward" / "instructions" / "punkt_english.txt"
 FILES = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
 MID_UPPER, BEGIN_LOWER, UPPER, LOWER = 4, 16, 2 + 4 + 8, 16 + 32 + 64
 """Bits of a word's context: large letter within a sentence, small one at its beginning; either anywhere."""

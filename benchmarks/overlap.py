@@ -81,10 +81,10 @@ def work(prompts: int, steps: int, url: str) -> dict[str, Any]:
         "model": {"name": "embedded", "device": "cpu"},
         "engine": {"name": "vllm_server", "url": url},
         "rollout": {"max_new_tokens": 24},
-        "filter": {"drop_no_signal": False},
+        "filter": {"accept": "all"},
         "trainer": {"lr": 1e-6},
         "reward": [{"name": "arithmetic"}],
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
     }
 
 
@@ -94,7 +94,7 @@ def demo(url: str, seed: int) -> dict[str, Any]:
     tables["run"]["seed"] = seed
     return tables | {
         "filter": {},
-        "loss": {"name": "grpo", "clip_high": 0.28},
+        "loss": {"name": "grpo", "clip": [0.2, 0.28]},
         "trainer": {"lr": 5e-4, "warmup_steps": 5},
         "eval": {"every": 10, "data": [{"name": "arithmetic", "split": "held_out"}]},
     }

@@ -23,11 +23,11 @@ from statistics import median
 from typing import Any
 
 from podium.records import Group, Prompt, Rollout, ids_digest
-from podium.reward._messages import encode_group
-from podium.reward._sandbox import Limits, judge_asserts, run_with_inputs
-from podium.reward._workers import RewardWorkers
-from podium.run import train
-from podium.settings import Settings
+from podium.reward.isolation.worker import encode_group
+from podium.reward.isolation.workers import RewardWorkers
+from podium.reward.sandbox.run import Limits, judge_asserts, run_with_inputs
+from podium.run.start import train
+from podium.settings.tables import Settings
 
 DEMO = Path(__file__).parent.parent / "examples" / "arithmetic" / "settings.toml"
 THIS = f"{Path(__file__).resolve()}"

@@ -1,11 +1,13 @@
-"""Tokens a second by engine, concurrency and length of answers.
+"""Tokens per second by engine, concurrency and length of answers.
 
     rollout.py                                              the embedded model on this CPU
     rollout.py --model smollm2-135m --device cuda --concurrency 64 256 512 --length 64 256
 
 As many rollouts as `--concurrency` says are asked for at once, in groups of 8, and none stops before its length. The
 rate counts written tokens, from the call to the last answer, prompts included in the time; the best of `--rounds`.
-Rows are merged into results/rollout_DEVICE.json.
+`two_streams` is the time of the same rollouts asked by two callers, the second a moment after the first, divided by
+the time of one caller: 1 means that callers share the engine at full speed. Rounds of both kinds alternate. Rows are
+merged into results/rollout_DEVICE.json.
 """
 
 import argparse
@@ -22,7 +24,7 @@ KEYS = ("engine", "model", "device", "lora", "concurrency", "length")
 
 def case_rows(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Every concurrency and length with one engine."""
-    from podium.lookup import find
+    from podium.settings.lookup import find
 
     policy = a_policy(case["model"], case["device"], case["lora"])
     most = max(case["concurrency"])
@@ -44,7 +46,11 @@ async def measure(engine: Any, policy: Any, case: dict[str, Any], start_s: float
     rows = []
     for length in case["length"]:
         for concurrency in case["concurrency"]:
-            taken = min([await seconds(engine, policy, concurrency, length) for _ in range(case["rounds"])])
+            one, two = [], []
+            for _ in range(case["rounds"]):
+                one.append(await seconds(engine, policy, concurrency, length))
+                two.append(await seconds(engine, policy, concurrency, length, streams=2))
+            taken = min(one)
             rows.append(
                 {
                     "engine": case["engine"],
@@ -55,6 +61,7 @@ async def measure(engine: Any, policy: Any, case: dict[str, Any], start_s: float
                     "length": length,
                     "tokens_per_s": round(concurrency * length / taken),
                     "seconds": round(taken, 3),
+                    "two_streams": round(min(two) / taken, 3),
                     "engine_start_s": round(start_s, 1),
                     **versions(),
                 }
@@ -62,21 +69,29 @@ async def measure(engine: Any, policy: Any, case: dict[str, Any], start_s: float
     return rows
 
 
-async def seconds(engine: Any, policy: Any, rollouts: int, length: int) -> float:
-    from podium.records import Request, Sampling
+async def seconds(engine: Any, policy: Any, rollouts: int, length: int, streams: int = 1) -> float:
+    from podium.records import PrefixGroup, Request, Sampling
 
-    groups = -(-rollouts // GROUP)
-    asked = []
-    for key in range(groups):
+    sampling, asked = Sampling(max_new_tokens=length), []
+    for key in range(-(-rollouts // GROUP)):
         prompt = tuple((key * 31 + place * 7) % (policy.vocabulary - 3) + 3 for place in range(PROMPT))
         count = min(GROUP, rollouts - key * GROUP)
-        asked.append(Request(key, prompt, tuple(range(key * GROUP, key * GROUP + count))))
+        group = PrefixGroup(f"rollout/{key}", count)
+        asked += [Request(prompt, sampling, key * GROUP + index, group) for index in range(count)]
     started = time.perf_counter()
-    written = 0
-    async for answer in engine.generate(asked, Sampling(max_new_tokens=length)):
-        written += sum(len(ids) for ids in answer.token_ids)
-    assert written == rollouts * length
-    return time.perf_counter() - started
+    half = -(-len(asked) // streams // GROUP) * GROUP
+    parts = [asked[first : first + half] for first in range(0, len(asked), half)]
+    written = await asyncio.gather(*(stream(engine, part, k) for k, part in enumerate(parts)))
+    answers = [answer for part in written for answer in part]
+    taken = time.perf_counter() - started
+    assert sum(len(answer.token_ids) for answer in answers) == rollouts * length
+    return taken
+
+
+async def stream(engine: Any, requests: list[Any], number: int) -> list[Any]:
+    """One caller's requests; later callers begin when the first is being served."""
+    await asyncio.sleep(0.005 * number)
+    return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
 
 
 def main() -> None:
@@ -96,7 +111,20 @@ def main() -> None:
     shared = {name: getattr(options, name) for name in ("model", "device", "concurrency", "length", "rounds")}
     cases = [{**shared, "engine": e, "lora": w == "lora"} for e in options.engines for w in options.weights]
     rows = run_cases(__file__, cases)
-    show(rows, ("engine", "model", "lora", "concurrency", "length", "tokens_per_s", "seconds", "engine_start_s"))
+    show(
+        rows,
+        (
+            "engine",
+            "model",
+            "lora",
+            "concurrency",
+            "length",
+            "tokens_per_s",
+            "seconds",
+            "two_streams",
+            "engine_start_s",
+        ),
+    )
     print(store("rollout", options.device, rows, KEYS))
 
 

@@ -70,10 +70,10 @@ def work(prompts: int, steps: int, runtime: dict[str, Any]) -> dict[str, Any]:
         "data": [{"name": "arithmetic"}],
         "reward": [{"name": "arithmetic"}],
         "rollout": {"max_new_tokens": 24},
-        "filter": {"drop_no_signal": False},
+        "filter": {"accept": "all"},
         "trainer": {"lr": 1e-7},
         "checkpoint": {"every": 0},
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
         "runtime": runtime,
     }
 

@@ -147,7 +147,7 @@ def run_podium(args: argparse.Namespace, began: float) -> None:
     """A plain run through the public entry point, with `Report` as a report."""
     import podium
 
-    data = {"name": "arithmetic", "operations": "+"}
+    data = {"name": "sums"}
     with tempfile.TemporaryDirectory() as scratch:
         tables = {
             "run": {
@@ -259,7 +259,7 @@ def make_callback(args: argparse.Namespace, watch: Watch, tokenizer: Any) -> Any
     def score(text: str, answer: Any) -> float:
         return arithmetic(SimpleNamespace(answer=answer), SimpleNamespace(text=text))  # type: ignore[arg-type]
 
-    rows = sums(split="held_out", operations="+")
+    rows = sums("+", split="held_out")
     system = {"role": "system", "content": SYSTEM}
     chats = [[system, *map(dict, row.messages)] for row in rows]
     held_out = tokenizer.apply_chat_template(

@@ -50,7 +50,7 @@ class Standing:
 
 def case_rows(case: dict[str, Any]) -> list[dict[str, Any]]:
     """Every channel to one engine."""
-    from podium.lookup import find
+    from podium.settings.lookup import find
 
     policy = a_policy(case["model"], case["device"], case["lora"])
     is_vllm = case["engine"] == "vllm_local"
@@ -67,16 +67,15 @@ def case_rows(case: dict[str, Any]) -> list[dict[str, Any]]:
 async def pushes(policy: Any, engine: Any, channel: str, case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from podium.lookup import find
-    from podium.sync._delivery import Delivery
-    from podium.sync._probe import TOLERANCE, check_parity
+    from podium.settings.lookup import find
+    from podium.sync._delivery import Delivery, Noise, check_parity
 
     trainer: Any = Standing(policy)
-    tolerance = TOLERANCE[getattr(engine, "dtype", "float32")]
+    noise = Noise(engine.traits.dtype)
     probe = [place % (policy.vocabulary - 3) + 3 for place in range(64)]
     carried, probed = [], []
     with tempfile.TemporaryDirectory(prefix="podium-sync-") as place:
-        delivery = Delivery(trainer, engine, policy, probe, tolerance, Path(place))
+        delivery = Delivery(trainer, engine, policy, probe, noise, Path(place))
         carry = find("sync", channel)(delivery)._carry
         for version in range((engine.policy_version or 0) + 1, (engine.policy_version or 0) + case["pushes"] + 2):
             trainer.move()
@@ -86,7 +85,7 @@ async def pushes(policy: Any, engine: Any, channel: str, case: dict[str, Any]) -
             _settle(torch, case)
             carried.append(time.perf_counter() - started)
             started = time.perf_counter()
-            await check_parity(trainer, engine, probe, version, tolerance)
+            await check_parity(trainer, engine, probe, version, noise, delivery.difference)
             probed.append(time.perf_counter() - started)
     moved = sum(tensor.numel() * tensor.element_size() for _, tensor in policy.named_weights())
     return {

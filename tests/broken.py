@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from podium.engine._vllm_steps import Served
 from podium.engine.inprocess import Inprocess
+from podium.engine.vllm.steps import Served
 from podium.engine.vllm_local import VllmLocal
 from podium.loss.grpo import grpo
 from podium.records import Batch, PolicyLoss

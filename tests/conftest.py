@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small models gain
 
 import pytest
 
-from podium.settings import Settings
+from podium.settings.tables import Settings
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell that starts the tests in the background has them ignored,
@@ -31,6 +31,51 @@ def one_process() -> Iterator[None]:
     os.environ.update(before)
 
 
+LONGEST = (
+    "runtime/test_ray.py",
+    "engine/test_contract.py",
+    "chaos/test_equal_resumes.py",
+    "runtime/test_ranks.py",
+    "engine/test_pool_faults.py",
+    "chaos/test_async.py",
+    "chaos/test_syscalls.py",
+    "chaos/test_kills.py",
+    "engine/test_vllm_local.py",
+    "test_demo.py",
+    "test_resume.py",
+    "chaos/test_faults.py",
+    "trainer/test_sharded.py",
+    "runtime/test_flyte.py",
+    "test_bad_input.py",
+    "sync/test_faults.py",
+    "test_calibrate.py",
+    "chaos/test_signals.py",
+    "server/test_serve.py",
+    "test_cli.py",
+    "test_async_run.py",
+    "runtime/test_reference.py",
+    "test_checkpoint.py",
+    "engine/test_vllm_steps.py",
+    "engine/test_vllm_experts.py",
+    "engine/test_vllm_server.py",
+    "test_docs.py",
+    "test_examples.py",
+    "test_export_vllm.py",
+    "assets/test_embedded.py",
+    "model/test_load.py",
+    "report/test_tracker.py",
+    "report/test_browser.py",
+)
+"""Files of minutes, the longest first, as --durations tells: what is begun last must be short, so that all processes
+of `make test` end at about the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    here = Path(__file__).parent
+    items.sort(key=lambda item: place.get(item.path.relative_to(here).as_posix(), len(place)))
+
+
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:
     """A run of seconds: 4 prompts × 4 rollouts a step."""
     return {
@@ -41,7 +86,7 @@ def small_tables(folder: Path, **run: Any) -> dict[str, Any]:
         "rollout": {"max_new_tokens": 24},
         "trainer": {"lr": 5e-4},
         "checkpoint": {"every": 2},
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
     }
 
 

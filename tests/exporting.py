@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from podium.run import train
-from podium.settings import Settings
+from podium.run.start import train
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 QUESTIONS = [f"What is {a} {sign} {b}?" for a, b in ((12, 34), (57, 8), (90, 45), (33, 33)) for sign in "+-"]
@@ -15,7 +15,7 @@ QUESTIONS = [f"What is {a} {sign} {b}?" for a, b in ((12, 34), (57, 8), (90, 45)
 
 def trained_run(folder: Path, **tables: Any) -> Path:
     """Enough steps for the adapter to change answers."""
-    made = small_tables(folder / "run", steps=8, prompts_per_step=8, name="sums")
+    made = small_tables(folder / "run", steps=8, prompts_per_step=8)
     made |= {"eval": {"every": 4, "data": [{"name": "arithmetic", "split": "held_out", "max_rows": 16}]}}
     made |= {"checkpoint": {"every": 4}}
     train(Settings.from_dict(made | tables))

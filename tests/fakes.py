@@ -1,27 +1,50 @@
 """Stand-ins with the same interface as the real parts: an engine that answers from a script, and so on."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from podium.records import Answer, Request, Sampling
+from podium.records import Answer, EngineTraits, Request
+from podium.stages import OnTokens
 
 
 class FakeEngine:
-    """Answers `reply(request, sample index)` = (ids, logprobs); notes what it was given."""
+    """Answers `reply(request)` = (ids, logprobs); notes what it was given. An exception in place of them is raised."""
 
-    def __init__(self, reply: Callable[[Request, int], tuple[tuple[int, ...], tuple[float, ...]]]) -> None:
+    traits = EngineTraits(channels=("shared",), keeps_order=True)
+
+    def __init__(self, reply: Callable[[Request], tuple[tuple[int, ...], tuple[float, ...]]]) -> None:
         self.policy_version: int | None = 0
         self.requests: list[Request] = []
         self.loaded: list[int] = []
+        self.released: list[str] = []
+        self.num_outstanding = 0
         self._reply = reply
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        for request in requests:
-            self.requests.append(request)
-            ids, logprobs = zip(*(self._reply(request, k) for k in range(len(request.seeds))), strict=True)
-            yield Answer(
-                request.key, ids, logprobs, ("stop",) * len(ids), ((self.policy_version or 0,) * 2,) * len(ids)
-            )
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        self.requests.append(request)
+        self.num_outstanding += 1
+        try:
+            await self.turn(request)
+            ids, logprobs = self._reply(request)
+        finally:
+            self.num_outstanding -= 1
+        if on_tokens is not None:
+            on_tokens(ids)
+        return Answer(ids, logprobs, "stop", (self.policy_version or 0,) * 2)
+
+    async def turn(self, request: Request) -> None:
+        """Waits until the request is answered: here until all requests of the same turn are outstanding."""
+        await asyncio.sleep(0)
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+    def close(self) -> None:
+        pass
+
+    async def load_folder(self, folder: Any, version: int) -> None:
+        raise NotImplementedError
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)

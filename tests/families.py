@@ -28,9 +28,9 @@ from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.forward import batch_of, place, policy_logprobs
 from podium.model.load import EMBEDDED, load_policy
-from podium.records import Request, Sampling
-from podium.runtime._memory import memory_plan
-from podium.settings import Settings
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.runtime.wiring.memory import memory_plan
+from podium.settings.tables import Settings
 
 TOLERANCE = 1e-3
 LENGTHS = (97, 9, 41, 10)
@@ -259,7 +259,7 @@ def tables_of(folder: Path, lora: Any, dtype: str) -> dict[str, Any]:
 def gaps(settings: Settings, folder: Path) -> tuple[float, float]:
     """Largest difference of the trainer's and of the engine's logprobs from transformers' own."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="model.name = .* turn every token otherwise")
+        warnings.filterwarnings("ignore", message="model.name = .* change for every token")
         policy = load_policy(settings.model, seed=0)
     memory_plan(settings, policy, longest_prompt=8)
     own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
@@ -276,20 +276,21 @@ def gaps(settings: Settings, folder: Path) -> tuple[float, float]:
         found = made.detach()[placed.row.loss_places].tolist()
         of_trainer = max(of_trainer, _largest(found, expected))
     engine = Inprocess(policy)
+    sampling = Sampling(max_new_tokens=min(40, context // 2))
     requests = [
-        Request(k, tuple(documents[0][:length]), (k, k + 7)) for k, length in enumerate((3, min(40, context // 2)))
+        Request(tuple(documents[0][:length]), sampling, seed, PrefixGroup(str(length), 2))
+        for k, length in enumerate((3, min(40, context // 2)))
+        for seed in (k, k + 7)
     ]
-    answers = asyncio.run(_answers(engine, requests, min(40, context // 2)))
     of_engine = 0.0
-    for request, answer in zip(requests, answers, strict=True):
-        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-            whole = own_logprobs(own, [*request.token_ids, *ids])
-            of_engine = max(of_engine, _largest(logprobs, whole[len(request.token_ids) - 1 :]))
+    for request, answer in zip(requests, asyncio.run(_answers(engine, requests)), strict=True):
+        whole = own_logprobs(own, [*request.token_ids, *answer.token_ids])
+        of_engine = max(of_engine, _largest(answer.logprobs, whole[len(request.token_ids) - 1 :]))
     return of_trainer, of_engine
 
 
-async def _answers(engine: Inprocess, requests: list[Request], max_new_tokens: int) -> list[Any]:
-    return [answer async for answer in engine.generate(requests, Sampling(max_new_tokens=max_new_tokens))]
+async def _answers(engine: Inprocess, requests: list[Request]) -> list[Answer]:
+    return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
 def _largest(some: Any, others: Any) -> float:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from podium.lookup import STAGES, choices, find, option_fields
-from podium.sections import SECTIONS
-from podium.settings import CHOICES
+from podium.settings.lookup import STAGES, choices, find, option_fields
+from podium.settings.sections import SECTIONS
+from podium.settings.tables import CHOICES
 
 GOOD: dict[str, Any] = {
     "run": {"steps": 2, "prompts_per_step": 2, "rollouts_per_prompt": 2, "epochs": 50},
@@ -104,7 +104,7 @@ def places() -> list[tuple[str, ...]]:
 
 
 def _default(section: str) -> str:
-    from podium.settings import Settings
+    from podium.settings.tables import Settings
 
     name = Settings.model_fields[section].default.name
     return "shared" if name == "auto" else name

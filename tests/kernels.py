@@ -11,8 +11,8 @@ import torch
 
 
 def flash_decode() -> None:
-    from podium.engine._cuda.decode_attention import decode_attention
-    from podium.engine._cuda.flash_decode import flash_decode
+    from podium.engine.cuda.decode_attention import decode_attention
+    from podium.engine.cuda.flash_decode import flash_decode
 
     where = [torch.tensor(row) for row in ([6, 0, 2, 3], [0, 31, 32, 100], [0, 0, 1, 2], [1, 1, 33, 64])]
     for dim, key_heads, group, window in ((64, 3, 3, 0), (64, 3, 3, 50), (128, 1, 2, 0), (48, 1, 18, 0)):
@@ -46,11 +46,11 @@ def softmax_rows() -> None:
 
 
 def block_masses() -> None:
-    from podium.engine._cuda.block_masses import block_masses_on_cuda
-    from podium.engine._sampling import block_masses
+    from podium.engine.cuda.block_masses import block_masses_on_cuda
+    from podium.engine.decoding.sampling import block_masses
 
     for vocabulary in (100, 512, 5000):
-        logits, temperature = 5 * torch.randn(7, vocabulary), torch.tensor(0.8)
+        logits, temperature = 5 * torch.randn(7, vocabulary), torch.rand(7) + 0.5
         logits[0], logits[0, 3] = -torch.inf, 0.0  # blocks without any probability
         assert torch.allclose(block_masses_on_cuda(logits, temperature), block_masses(logits, temperature), atol=1e-5)
 

@@ -4,8 +4,8 @@ import os
 import signal
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, runs_inline
 from podium.reward.arithmetic import arithmetic
+from podium.reward.scoring.contract import declare_range, runs_inline
 
 _calls = 0
 

@@ -37,7 +37,7 @@ def test_settings_made_by_hand_are_resolved(tmp_path: Path) -> None:
 
 def test_a_run_may_live_in_a_thread(tmp_path: Path) -> None:
     """Signals are the main thread's business there."""
-    summaries: list[podium.run.Summary] = []
+    summaries: list[podium.run.start.Summary] = []
     settings = podium.Settings.from_dict(small_tables(tmp_path / "run", steps=1))
     thread = threading.Thread(target=lambda: summaries.append(podium.train(settings)))
     thread.start()

@@ -16,7 +16,7 @@ from tests.test_resume import all_that_counts, podium
 
 def write_settings(folder: Path, *, reward: str = "arithmetic", **run: Any) -> Path:
     tables = small_tables(folder, **{"steps": 6, "max_lag": 1} | run)
-    tables["filter"] = {"drop_no_signal": False}  # every step makes an update
+    tables["filter"] = {"accept": "all"}  # every step makes an update
     tables["reward"] = [{"name": reward}]
     path = folder.with_suffix(".toml")
     path.write_text(tomli_w.dumps(tables))

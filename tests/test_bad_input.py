@@ -52,8 +52,8 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "a number": (GOOD + b"7\n", "row 2: expected an object, found int"),
     "null": (GOOD + b"null\n", "row 2: expected an object, found NoneType"),
     "a text": (GOOD + b'"What?"\n', "row 2: expected an object, found str"),
-    "NaN": (GOOD + b'{"prompt": "a", "answer": NaN}\n', "row 2: NaN is no JSON value"),
-    "infinity": (GOOD + b'{"prompt": "a", "answer": -Infinity}\n', "row 2: -Infinity is no JSON value"),
+    "NaN": (GOOD + b'{"prompt": "a", "answer": NaN}\n', "row 2: NaN is not a JSON value"),
+    "infinity": (GOOD + b'{"prompt": "a", "answer": -Infinity}\n', "row 2: -Infinity is not a JSON value"),
     "a number too large": (GOOD + b'{"prompt": "a", "answer": 1e400}\n', "row 2: the number 1e400 is too large"),
     "an integer of 5000 digits": (GOOD + b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}\n", "row 2: Exceeds"),
     "a key twice": (GOOD + b'{"prompt": "a", "prompt": "b"}\n', "row 2: 'prompt' is given twice"),
@@ -128,7 +128,7 @@ BAD_SETTINGS: dict[str, tuple[str, str]] = {
     "a bad split": (HUB + 'path = "rows.jsonl"\nsplit = "dev"\n', 'Unknown split "dev". Should be one of'),
     "an empty split": (HUB + 'path = "rows.jsonl"\nsplit = ""\n', "data[0].split = ''"),
     "a config where there is none": (HUB + 'path = "rows.jsonl"\nconfig = "main"\n', "data.config = 'main' has"),
-    "a hub that is not there": (HUB + 'path = "nobody/nothing"\n', "data.path = 'nobody/nothing' is no file or folder"),
+    "a hub that is not there": (HUB + 'path = "nobody/nothing"\n', "data.path = 'nobody/nothing' is not a file"),
     "an unknown task": (GYM + 'task = "chain_sums"\n', "data.task = 'chain_sums' is not a task of"),
     "no task": (GYM, "data[0].task is required"),
     "a task of size 0": (GYM + 'task = "chain_sum"\nsize = 0\n', "data[0].size = 0: input should be greater"),
@@ -223,5 +223,5 @@ def test_a_process_that_is_given_bad_rows_ends_with_2(here: Path, command: str) 
     )
     assert (done.returncode, done.stdout) == (2, "")
     first, second = done.stderr.splitlines()
-    assert first == "podium: rows.jsonl has 1 bad row; mend or remove it:"
+    assert first == "podium: rows.jsonl has 1 bad row; fix or remove it:"
     assert second.startswith("  row 2: ")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from podium import Settings
-from podium.calibrate import Candidate, choose_engine, measure, pick, without_auto
+from podium.check.calibrate import Candidate, choose_engine, measure, pick, without_auto
 from podium.errors import InputError
-from podium.run import evaluate, train
+from podium.run.start import evaluate, train
 
 TABLES = {
     "run": {"steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2},
@@ -47,8 +47,8 @@ def test_one_that_fails_is_not_taken_and_none_left_is_an_error() -> None:
 
 
 def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("podium.calibrate.find_spec", lambda name: None)
-    monkeypatch.setattr("podium.calibrate.measure", lambda *_: pytest.fail("nothing is to be compared"))
+    monkeypatch.setattr("podium.check.calibrate.find_spec", lambda name: None)
+    monkeypatch.setattr("podium.check.calibrate.measure", lambda *_: pytest.fail("nothing is to be compared"))
     settings, why = choose_engine(an_auto())
     assert settings.engine.name == "inprocess"
     assert why == "engine inprocess is taken; vllm_local: vllm is not installed"
@@ -69,7 +69,7 @@ def test_a_candidate_is_measured_in_a_process_that_ends() -> None:
     assert found.failure == ""
     assert found.tokens_per_s > 0
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    running = [pid for pid in children if b"podium.calibrate" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    running = [pid for pid in children if b"podium.check.calibrate" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert not running
 
 
@@ -83,10 +83,10 @@ def test_one_that_does_not_start_says_why() -> None:
 def test_one_that_finds_no_room_beside_the_trainer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    from podium import calibrate
-    from podium.calibrate import try_out, with_engine
+    from podium.check import calibrate
+    from podium.check.calibrate import try_out, with_engine
 
-    monkeypatch.setattr("podium.runtime._memory.device_bytes", lambda device: 1000)
+    monkeypatch.setattr("podium.runtime.wiring.memory.device_bytes", lambda device: 1000)
     monkeypatch.setattr(calibrate, "make_engine", lambda *_, **__: pytest.fail("it does not fit"))
     found = asyncio.run(try_out(with_engine(an_auto(), "inprocess")))
     assert found.failure == "there is no room for it beside the trainer"
@@ -95,7 +95,7 @@ def test_one_that_finds_no_room_beside_the_trainer_is_not_taken(monkeypatch: pyt
 def test_the_run_names_what_was_taken_so_a_resume_does_not_choose_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("podium.calibrate.find_spec", lambda name: None)
+    monkeypatch.setattr("podium.check.calibrate.find_spec", lambda name: None)
     tables = {**TABLES, "run": {**TABLES["run"], "folder": str(tmp_path / "run")}}  # type: ignore[dict-item]
     train(Settings.from_dict({**tables, "engine": {"name": "auto"}}))
     assert Settings.from_toml(tmp_path / "run" / "settings.toml").engine.name == "inprocess"

@@ -9,20 +9,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from podium import checkpoint_files
-from podium.checkpoint_files import find_damage
 from podium.cli import main
 from podium.errors import CheckpointError
 from podium.model.load import model_folder
-from podium.run import train
-from podium.settings import Settings
+from podium.run import checkpoint_files
+from podium.run.checkpoint_files import find_damage
+from podium.run.start import train
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps with commits at 2 and 4."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(Settings.from_dict(small_tables(folder)))
+    return folder
+
+
 @pytest.fixture
-def finished(tmp_path: Path) -> Path:
-    """A run of 4 steps with commits at 2 and 4, to be extended."""
-    train(Settings.from_dict(small_tables(tmp_path / "run")))
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be extended and damaged."""
+    shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -68,14 +76,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(finished: P
     for place in (finished / "checkpoints").iterdir():
         flip_a_bit(place / "trainer.safetensors")
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
-    assert "the run is not started over" in capsys.readouterr().err
+    assert "the run does not start over" in capsys.readouterr().err
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(finished: Path, capsys) -> None:
     before = (finished / "metrics.jsonl").read_text()
     shutil.rmtree(finished / "checkpoints")
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
-    assert "are gone, and it had some" in capsys.readouterr().err
+    assert "have been deleted; the run does not start over" in capsys.readouterr().err
     assert (finished / "metrics.jsonl").read_text() == before
 
 
@@ -83,7 +91,7 @@ def test_a_checkpoint_folder_that_cannot_be_read_is_an_error(finished: Path, cap
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("podium.checkpoint_files.os.scandir", refuse)
+    monkeypatch.setattr("podium.run.checkpoint_files.os.scandir", refuse)
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
     assert "cannot be read: Permission denied" in capsys.readouterr().err
 
@@ -104,7 +112,7 @@ def test_killed_while_going_back_the_next_resume_still_works(finished: Path, mon
     def kill(*_):
         raise Killed
 
-    monkeypatch.setattr("podium.ledger.os.truncate", kill)
+    monkeypatch.setattr("podium.run.ledger.os.truncate", kill)
     with pytest.raises(Killed):
         main(["resume", str(finished), "--step", "2", "--run.steps=5"])
     monkeypatch.undo()
@@ -176,7 +184,7 @@ def test_without_checkpoints_in_between_the_end_is_still_committed(tmp_path: Pat
 
 
 def test_other_data_is_refused(finished: Path, capsys) -> None:
-    changed = ["--data.0.operations=+", "--allow-change", "data.0.operations", "--run.steps=5"]
+    changed = ["--data.0.name=sums", "--allow-change", "data.0.name", "--run.steps=5"]
     assert main(["resume", str(finished), *changed]) == 2
     assert "the data is not what this run was trained on" in capsys.readouterr().err
 
@@ -258,13 +266,13 @@ def test_each_new_value_of_a_setting_is_warned_of_once(tmp_path: Path, capsys) -
 def test_a_change_that_was_insisted_on_allows_no_other_value(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     train(Settings.from_dict(small_tables(run, steps=1)))
-    insist = ["--allow-change", "loss.clip_high"]
-    assert main(["resume", str(run), "--run.steps=2", "--loss.clip_high=0.3", *insist]) == 0
-    edited = (run / "settings.toml").read_text().replace("clip_high = 0.3", "clip_high = 0.4")
-    assert "clip_high = 0.4" in edited
+    insist = ["--allow-change", "loss.clip"]
+    assert main(["resume", str(run), "--run.steps=2", "--loss.clip=0.3", *insist]) == 0
+    edited = (run / "settings.toml").read_text().replace("clip = 0.3", "clip = 0.4")
+    assert "clip = 0.4" in edited
     (run / "settings.toml").write_text(edited)
     assert main(["resume", str(run), "--run.steps=3"]) == 2
-    assert "loss.clip_high cannot change on resume" in capsys.readouterr().err
+    assert "loss.clip cannot change on resume" in capsys.readouterr().err
     assert main(["resume", str(run), "--run.steps=3", *insist]) == 0  # the edited file counts as a change
     assert main(["resume", str(run), "--step=2", "--run.steps=4"]) == 0  # and is accepted as often as it is needed
 

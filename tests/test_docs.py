@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from podium.cli import main
-from podium.reference import settings_reference
-from podium.settings import Settings
+from podium.settings.tables import Settings
+from tools.settings_page import settings_reference
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from podium.estimates import RESAMPLES, bootstrap, compare, mcnemar, of_mean, of_share, pass_at_k, wilson
+from podium.evaluation.estimates import RESAMPLES, bootstrap, compare, mcnemar, of_mean, of_share, pass_at_k, wilson
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -61,7 +61,7 @@ def test_the_same_values_have_the_same_interval_and_other_seeds_another() -> Non
 def test_drawing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).uniform(size=50).tolist()
     whole = bootstrap(values)
-    monkeypatch.setattr("podium.estimates.CHUNK", 170)
+    monkeypatch.setattr("podium.evaluation.estimates.CHUNK", 170)
     assert bootstrap(values) == pytest.approx(whole, abs=1e-12)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from podium.cli import main
-from podium.settings import Settings
+from podium.settings.tables import Settings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -23,7 +23,7 @@ def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PODIUM_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "run"
     small = ["--run.steps=2", "--run.prompts_per_step=2", "--run.rollouts_per_prompt=3", "--rollout.max_new_tokens=16"]
-    others = ["--eval.data.max_rows=2", "--filter.drop_no_signal=false", "--checkpoint.every=0", "--model.device=cpu"]
+    others = ["--eval.data.max_rows=2", "--filter.accept=all", "--checkpoint.every=0", "--model.device=cpu"]
     tables = Settings.from_toml(EXAMPLES / "smollm2" / "settings.toml").to_dict()
     tables["reward"] = [{"name": "tests.chaos.parts:even_tokens"}]  # sixteen tokens are too few for a right answer
     settings = tmp_path / "settings.toml"

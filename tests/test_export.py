@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
 from podium.errors import ParityError
-from podium.export import export
+from podium.export.folder import export
 from podium.model.load import EMBEDDED
-from podium.run import evaluate
-from podium.settings import Settings
+from podium.run.start import evaluate
+from podium.settings.tables import Settings
 from tests.exporting import greedy, plain_model, trained_run
 
 
@@ -94,7 +94,7 @@ def test_the_card_is_filled_from_the_run(run: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = [line["eval/accuracy"] for line in lines if line.get("eval")]
     assert f"Held-out accuracy on 16 prompts: {told[0]:.3f} before, {told[-1]:.3f} after." in card
-    assert "# sums: embedded trained by reinforcement learning" in card
+    assert "# run: embedded trained by reinforcement learning" in card
     assert "Rewards: `arithmetic`" in card
     assert str(run) not in card  # where it was trained is nobody's business
     settings = re.search(r"```toml\n(.*?)```", card, re.DOTALL)
@@ -134,7 +134,7 @@ def test_what_cannot_be_exported_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    assert "full is there already; give a new folder" in refusal(capsys, str(run), "full")
+    assert "full exists already; give a new folder" in refusal(capsys, str(run), "full")
     assert "neither a run folder nor an adapter folder" in refusal(capsys, "embedded", "out")
     assert "no checkpoint of step 5; there are: 4, 8" in refusal(capsys, str(run), "out", "--step", "5")
     assert "podium export takes no --run.steps=3" in refusal(capsys, str(run), "out", "--run.steps=3")

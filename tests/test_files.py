@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from podium.checkpoint import newest_checkpoint
-from podium.checkpoint_files import write_checkpoint
 from podium.errors import CheckpointError, WeightsError
-from podium.files import open_regular, read_regular
 from podium.model.handoff import read_manifest
-from podium.report._reader import RunReader
-from podium.run_folder import RunFolder
+from podium.remote.files import open_regular, read_regular
+from podium.report.web.reader import RunReader
+from podium.run.checkpoint import newest_checkpoint
+from podium.run.checkpoint_files import write_checkpoint
+from podium.run.folder import RunFolder
 
 
 def put_socket(path: Path) -> None:
@@ -95,8 +95,8 @@ def test_a_disk_that_does_not_answer_holds_neither_a_request_nor_the_end_of_the_
     os.mkfifo(tmp_path / "fifo")
     code = f"""
 import asyncio
-from podium.server.refusal import Refusal
-from podium.server.waiting import within
+from podium.server.door import Refusal
+from podium.server.gate import within
 async def main():
     assert await within(60, "adding", lambda a, b: a + b, 1, 2) == 3
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from podium.run import train
-from podium.settings import Settings
+from podium.run.start import train
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 GOLDEN = Path(__file__).parent / "golden" / "arithmetic_lora.json"

@@ -10,83 +10,175 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-BELOW_STAGES = {"errors", "files", "records", "stages", "model", "terminal"}
+BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
+FORKED = {"remote.fork_server", "remote.processes", "remote.relay"}
+POOL = {"remote.loop_thread", "remote.pool", "remote.pool_members", "remote.rollouts"}
+RUN = {"run.checkpoint", "run.checkpoint_files", "run.folder", "run.ledger", "run.resume_rules"}
+SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "removed", "sections", "tables")}
+STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
+BUILT = {f"{stage}.build" for stage in STAGES - {"filter", "pack"}}
+PLACED = BELOW_STAGES | SETTINGS | BUILT | {"run.build", "run.folder", "runtime.ranks", "runtime.wiring"}
+"""What a runtime makes its stages with."""
 ALLOWED = {
     "errors": set(),
-    "files": set(),
     "terminal": set(),
-    "plan": set(),
-    "temperature": set(),
-    "records": {"plan"},
-    "processes": set(),
-    "stages": {"records"},
-    "clock": {"records"},
-    "loop": {"clock", "errors", "records", "stages"},
-    "flights": {"clock", "records", "stages"},
-    "loop_async": {"clock", "flights", "loop", "records", "stages"},
-    "estimates": set(),
-    "evaluation": {"estimates", "records", "stages"},
-    "scorecard": {"errors", "estimates", "evaluation", "report"},
-    "contracts": {"errors"},
-    "names": set(),
-    "lookup": {"contracts", "errors"},
-    "sections": {"contracts", "errors", "lookup", "loss", "names", "temperature"},
-    "settings": {"errors", "lookup", "records", "sections"},
-    "run_folder": {"errors", "files"},
-    "trained": {"errors", "run_folder", "settings"},
-    "reference": {"lookup", "sections"},
-    "model_card": {"ledger", "run_folder", "settings"},
-    "ledger": {"errors", "run_folder"},
-    "model": {"errors", "files", "records"},
+    "records": set(),
+    "observer": {"errors", "records"},
+    "stages": {"observer", "records"},
+    "loop": {"errors", "observer", "records", "stages"},
+    "flights": {"records", "stages"},
+    "loop_async": {"flights", "loop", "records", "stages"},
+    "model": {"errors", "records", "remote.files"},
     "data": BELOW_STAGES,
-    "rollout": BELOW_STAGES | {"temperature"},
-    "engine": BELOW_STAGES | {"lookup", "processes"},  # a pool's members are engines by their names
-    "reward": BELOW_STAGES | {"lookup", "processes"},  # a worker process finds its rewards by their names
+    "rollout": BELOW_STAGES | {"settings.contracts", "settings.values"},
+    "engine": BELOW_STAGES | POOL | {"remote.fork_server", "settings.lookup"},  # a pool finds engines by their names
+    "reward": BELOW_STAGES | FORKED | {"settings.lookup"},  # a worker process finds its rewards by names
     "advantage": BELOW_STAGES,
-    "filter": {"records"},
-    "pack": {"records"},
-    "loss": BELOW_STAGES,
+    "filter": {"errors", "records", *SETTINGS},
+    "pack": {"records", "settings.tables"},
+    "loss": BELOW_STAGES | {"settings.contracts"},
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES | {"temperature"},  # it is handed an engine and never finds one
-    "checkpoint": {"checkpoint_files", "errors", "ledger", "records", "run_folder", "stages"},
-    "checkpoint_files": {"errors", "files"},
-    "resume_rules": {"errors", "lookup", "sections", "settings", "trainer"},  # what a schedule makes of a length
-    "report": {"errors", "files", "ledger", "records", "run_folder", "stages", "terminal"},
-    "assets": {"data"},
+    "server": BELOW_STAGES | {"remote.rollouts", "settings.values"},  # it is handed an engine and never finds one
+    "report": {"errors", "records", "remote.files", "run.folder", "run.ledger", "stages", "terminal"},
+    **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
+    "report.build": {"errors", "report", "run.folder", "run.ledger", *SETTINGS},
+    "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export.trained", "server"},
+    "server.worker": BELOW_STAGES | SETTINGS | {"server"},
+    "remote.codec": {"errors", "records"},
+    "remote.files": set(),
+    "remote.fork_server": {"remote.loop_thread", "remote.processes"},
+    "remote.fork_server_process": {"remote.fork_server", "remote.processes"},
+    "remote.loop_thread": {"errors"},
+    "remote.pool": {"errors", "remote.pool_members"},
+    "remote.pool_members": {"errors"},
+    "remote.relay": {"terminal"},
+    "remote.rollouts": {"errors", "records", "stages"},
+    "remote.processes": set(),
+    "run.build": BELOW_STAGES | SETTINGS | RUN,
+    "run.checkpoint": {"errors", "records", "run.checkpoint_files", "run.folder", "run.ledger"},
+    "run.checkpoint_files": {"errors", "remote.files"},
+    "run.folder": {"errors", "remote.files"},
+    "run.ledger": {"errors", "run.folder"},
+    "run.resume_rules": {"errors", "settings.lookup", "settings.sections", "settings.tables", "trainer"},
+    "run.signals": set(),
+    "run.watchdog": {"errors", "observer", "run.folder"},
+    "evaluation.estimates": set(),
+    "evaluation.held_out": {"evaluation.estimates", "records", "stages"},
+    "evaluation.scorecard": {"errors", "evaluation.estimates", "evaluation.held_out", "report"},
+    "export.trained": {"errors", "run.folder", "settings.tables"},
+    "export.model_card": {"run.folder", "run.ledger", "settings.tables"},
+    "runtime.wiring": PLACED | STAGES | RUN | {"evaluation.held_out", "observer", "remote.fork_server", "run.watchdog"},
+    # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
+    "runtime.ranks": BELOW_STAGES
+    | {"remote.rollouts", "data.build", "run.folder", "run.start", "runtime.local", "settings.tables"},
+    "runtime.local": PLACED,
+    "runtime.ray": PLACED | {"remote.pool", "runtime.on_ray"},
+    "runtime.flyte": PLACED | {"runtime.on_flyte"},
+    "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
+    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.signals", "run.start", "sync"},
+    "settings.values": set(),
+    "settings.contracts": {"errors", "records"},
+    "settings.lookup": {"errors", "records", "settings.contracts"},
+    "settings.sections": {"errors", "loss", "settings.contracts", "settings.lookup", "settings.values"},
+    "settings.refusals": {"errors", "settings.contracts", "settings.lookup", "settings.sections", "settings.tables"},
+    "settings.removed": {"errors"},
+    "settings.tables": {"errors", "records", *SETTINGS},
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-TOP = {"__init__", "runtime", "run", "calibrate", "check", "export", "push", "timing", "workbench", "cli"}
+BY_FILE = {"check", "evaluation", "export", "remote", "run", "runtime", "settings"}
+"""Folders of which each file, or sub-folder, is a part of its own."""
+OWN_PARTS = {"build", "serve", "worker"}
+"""Files that are parts of their own in every folder: they make what the rest of the folder is given."""
+
+TOP = {
+    "__init__",
+    "check.calibrate",
+    "check.engine_contract",
+    "check.rewards",
+    "check.timing",
+    "check.verdicts",
+    "cli",
+    "export.folder",
+    "run.start",
+}
 """Parts that wire the others and may import them all."""
 
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    return part(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def part(names: tuple[str, ...]) -> str:
+    return ".".join(names[:2]) if names[0] in BY_FILE or OWN_PARTS.intersection(names[1:2]) else names[0]
 
 
 def imported_parts(path: Path) -> set[str]:
     """Parts of podium that a module imports, anywhere in it."""
-    names: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "podium":
-            inner = (node.module or "").split(".")[1:]
-            names |= {inner[0]} if inner else {alias.name for alias in node.names}
+            inside = node.module in ("podium", *(f"podium.{folder}" for folder in BY_FILE))
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names} if inside else {node.module or ""}
         elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("podium.")}
-    return names
+            modules |= {alias.name for alias in node.names if alias.name.startswith("podium.")}
+    return {part(tuple(module.split(".")[1:])) for module in modules}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    part = part_of(path)
-    if part in TOP:
+    own = part_of(path)
+    if own in TOP or not path.read_text().strip():
         return
-    assert part in ALLOWED, f"{part} is new: add it to the table"
-    assert imported_parts(path) - {part} <= ALLOWED[part]
+    assert own in ALLOWED, f"{own} is new: add it to the table"
+    assert imported_parts(path) - {own} <= ALLOWED[own]
+
+
+ENGINES = {"inprocess", "vllm_local", "vllm_server", "pool"}
+OUTSIDE_ENGINES = [path for path in MODULES if part_of(path) != "engine" and not part_of(path).startswith("settings")]
+
+
+def names_of_engines(tree: ast.AST) -> list[str]:
+    """Where a module compares a name with an engine's, keeps a table of engines, or asks an engine what it has."""
+    found = []
+    for node in ast.walk(tree):
+        constants: list[ast.AST | None] = []
+        if isinstance(node, ast.Compare):
+            constants = [node.left, *node.comparators] if "engine" in ast.unparse(node) else []
+        elif isinstance(node, ast.Dict):
+            constants = [*node.keys]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            constants = [*node.elts]
+        named = {each.value for each in constants if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+        if named & ENGINES:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr")
+        if asks and ast.unparse(node.args[0]).rpartition(".")[2].strip("_") == "engine":  # type: ignore[attr-defined]
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("path", OUTSIDE_ENGINES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_callers_ask_an_engines_traits_and_never_its_name(path: Path) -> None:
+    assert names_of_engines(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if settings.engine.name == 'inprocess': pass",
+        "if engine in ('vllm_local', 'mine'): pass",
+        "ENGINES = ('inprocess', 'vllm_local')",
+        "PACKAGES = {'vllm_local': 'vllm'}",
+        "getattr(engine, 'dtype', None)",
+        "hasattr(self._engine, 'held')",
+    ],
+)
+def test_a_test_of_an_engines_name_is_noticed(code: str) -> None:
+    assert len(names_of_engines(ast.parse(code))) >= 1
 
 
 def test_nothing_but_the_command_line_imports_the_command_line() -> None:
@@ -114,7 +206,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_data_is_ever_executed(path: Path) -> None:
     """No pickle, eval, exec or torch.load anywhere but in what runs inside the sandbox."""
-    if path.parent.name == "_inside":
+    if path.parent == ROOT / "reward" / "sandbox" / "inside":
         assert imported_parts(path) == set()
         return
     tree = ast.parse(path.read_text())

@@ -5,7 +5,7 @@ import pytest
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.lookup import STAGES, choices, find, option_fields, option_help, validate_options
+from podium.settings.lookup import STAGES, choices, find, option_fields, option_help, validate_options
 
 
 def sample(
@@ -34,9 +34,10 @@ def test_every_file_of_a_stage_holds_the_thing_that_it_is_named_after(stage: str
         assert thing.__name__.lower().replace("_", "") == name.replace("_", "")
 
 
-def test_files_with_an_underscore_are_no_choices() -> None:
+def test_sub_folders_and_files_with_an_underscore_are_no_choices() -> None:
     assert {"arithmetic", "exact"} <= set(choices("reward"))
-    assert not [name for name in choices("reward") if name.startswith("_")]
+    assert not {"scoring", "sandbox", "isolation"} & set(choices("reward"))
+    assert choices("sync") == ["adapter", "disk", "nccl", "shared"]
     assert choices("report") == ["console", "jsonl", "mlflow", "page", "tensorboard", "trackio", "wandb"]
 
 
@@ -47,11 +48,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_that_there_are() ->
         "reward.name = 'arithmetics' is not known; did you mean 'arithmetic'? "
         f"Valid: {', '.join(choices('reward'))}, or a 'module:object'"
     )
-    with pytest.raises(InputError, match=r"is not known; Valid: answer_tag, arithmetic, code"):
+    with pytest.raises(InputError, match=r"is not known; Valid: answer_tag, arithmetic, arithmetic_lax, code"):
         find("reward", "zzz")
 
 
-@pytest.mark.parametrize("name", ["_scoring", "__init__", "", "../reward/exact", "reward.exact"])
+@pytest.mark.parametrize("name", ["scoring", "scoring.stage", "__init__", "", "../reward/exact", "reward.exact"])
 def test_what_is_no_choice_cannot_be_reached_by_name(name: str) -> None:
     with pytest.raises(InputError, match="is not known"):
         find("reward", name)

@@ -9,6 +9,7 @@ import pytest
 
 from podium.errors import StalledError
 from podium.loop import train
+from podium.observer import Observer
 from podium.records import Group, Plan, Prompt, Rollout, RunState, StepGroups, UpdateResult
 from podium.stages import Stages
 
@@ -40,17 +41,17 @@ class Notes:
     def stages(self) -> Stages:
         return Stages(
             data=self,
-            rollout=self,
+            rollout=self.start,
             reward=self,
             assign_advantages=list,
             filter=lambda groups: [group for group in groups if self._keeps(group.prompt.ordinal)],
             pack=lambda groups: [("batch", tuple(group.prompt.ordinal for group in groups))],  # type: ignore[return-value]
-            trainer=_Trainer(self),  # type: ignore[arg-type]
+            train=_Trainer(self).step,
             sync=_Sync(self),
             checkpoint=_Checkpoint(self),
             report=_Report(self),  # type: ignore[arg-type]
             evaluation=_Evaluation(self),
-            stop_requested=lambda: self._stop_after is not None and self.steps >= self._stop_after,
+            observer=Observer(stop_requested=lambda: self._stop_after is not None and self.steps >= self._stop_after),
         )
 
     def draw(self, state: RunState, count: int) -> list[Prompt]:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium import loop, loop_async
-from podium.data._order import OrderedData
+from podium.data.rows.order import OrderedData
 from podium.errors import EngineError, StalledError
+from podium.observer import Observer
 from podium.records import Group, Plan, Prompt, RunState, StepGroups, UpdateResult
 from podium.stages import Stages
 from tests.builders import make_group, make_rollout
@@ -66,19 +67,25 @@ class World:
     def stages(self) -> Stages:
         return Stages(
             data=self.data,
-            rollout=_Rollout(self),
+            rollout=_Rollout(self).start,
             reward=_Reward(self),  # type: ignore[arg-type]
             assign_advantages=list,
             filter=self.filter,
             pack=list,  # type: ignore[arg-type]
-            trainer=_Trainer(self),  # type: ignore[arg-type]
+            train=_Trainer(self).step,
             sync=_Sync(self),
             checkpoint=_Checkpoint(self),
             report=_Report(self),  # type: ignore[arg-type]
             evaluation=_Evaluation(self),
-            stop_requested=lambda: self._stop_after is not None and len(self.disk.steps) >= self._stop_after,
-            event=lambda kind, **details: self.log.append((kind, details)),
+            observer=Observer(event=self._note, stop_requested=self._is_stopped),
         )
+
+    def _is_stopped(self) -> bool:
+        return self._stop_after is not None and len(self.disk.steps) >= self._stop_after
+
+    def _note(self, kind: str, **details: Any) -> None:
+        if kind == "stale":
+            self.log.append((kind, details))
 
     def filter(self, groups: Sequence[Group]) -> list[Group]:
         return [group for group in groups if random.Random(group.prompt.ordinal).random() >= self._drop_share]

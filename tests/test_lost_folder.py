@@ -13,8 +13,8 @@ from podium import declare_range
 from podium.cli import main
 from podium.errors import StorageError
 from podium.records import Prompt, Rollout
-from podium.run_folder import RunFolder
-from podium.settings import Settings
+from podium.run.folder import RunFolder
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 

@@ -1,24 +1,22 @@
 """A run that trains nothing, or leaves rows out, says so: while it goes on, at its end and on its page."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podium.check import _settings_notes
-from podium.data._mixture import Source
-from podium.data._order import OrderedData
-from podium.data._table import left_out
+from podium.check.verdicts import _settings_notes
+from podium.data.rows.order import OrderedData, Source
+from podium.data.rows.table import left_out
 from podium.model.load import load_policy
 from podium.records import Plan, Row, StepGroups, UpdateResult
-from podium.report._idle import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
-from podium.run import UNTRAINED, evaluate, resume, train
-from podium.run_folder import RunFolder
-from podium.settings import Model, Settings
+from podium.report.dispatch.reports import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
+from podium.run.folder import RunFolder
+from podium.run.start import UNTRAINED, evaluate, resume, train
+from podium.settings.tables import Model, Settings
 from tests.builders import make_group, make_rollout
+from tests.commands import podium
 from tests.fuzzed_settings import GOOD
 
 SKIPPED = UpdateResult(updated=False, num_loss_tokens=0, metrics={})
@@ -37,10 +35,10 @@ def a_step(*groups: Any, kept: tuple[Any, ...] = ()) -> StepGroups:
         (a_step(make_group((0.0, 0.0)), make_group((1.0, 1.0))), "the rewards within each group are all equal"),
         (a_step(make_group((None, None))), "no rollout has a reward: every reward failed or abstained"),
         (a_step(make_group((None, 1.0))), "no group has two rollouts with a reward"),
-        (a_step(make_group((), rollouts=())), "the engine failed at every prompt"),
+        (a_step(make_group((), rollouts=())), "the engine failed on every prompt"),
         (a_step(make_group((0.0, 0.0), rollouts=CUT)), "every reward is 0; every answer was cut at rollout.max_new"),
         (a_step(make_group((0.0, 1.0), rollouts=CUT)), "every answer was cut at rollout.max_new_tokens, and filter"),
-        (a_step(make_group((0.0, 1.0))), "filter.accept, or filter.truncated, left no group"),
+        (a_step(make_group((0.0, 1.0))), "filter.accept or filter.truncated dropped every group"),
     ],
 )
 def test_a_step_says_why_it_trained_nothing(step: StepGroups, reason: str) -> None:
@@ -153,7 +151,7 @@ def test_rows_that_are_too_long_are_told_by_train_resume_and_eval(
         True,
         True,
     ]
-    assert "to use them raise max_prompt_tokens of that table" in told
+    assert "to use them, raise max_prompt_tokens of that table" in told
     assert "Rows are left out" in RunFolder(tmp_path / "run").page.read_text()
     resume(
         given.model_copy(update={"run": given.run.model_copy(update={"steps": 5})}), RunFolder.open(tmp_path / "run")
@@ -176,7 +174,6 @@ def test_the_command_ends_with_3(tmp_path: Path) -> None:
     (tmp_path / "zero.py").write_text(ZERO)
     file = tmp_path / "settings.toml"
     file.write_text(settings(tmp_path / "run", reward=[{"name": f"{tmp_path}/zero.py:zero"}]).to_toml())
-    command = [sys.executable, "-m", "podium.cli", "train", str(file), "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    done = podium("train", str(file), "--quiet", folder=tmp_path)
     assert done.returncode == 3
     assert "NOTHING WAS TRAINED" in done.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.export import export
+from podium.export.folder import export
 from tests.exporting import greedy, plain_model, trained_run
 from tests.hub_stand_in import Hub, hub_stand_in
 
@@ -63,19 +63,19 @@ def test_a_dry_run_sends_nothing_and_needs_no_account(run: Path, hub: Hub, tmp_p
 def test_without_a_token_or_a_hub_it_is_refused_before_anything_is_made(run: Path, hub: Hub, tmp_path: Path) -> None:
     done = push(tmp_path, str(run), "me/sums", endpoint=hub.url, token=None)
     assert done.returncode == 2
-    assert "no token of the model hub" in done.stderr
+    assert "no token for the model hub" in done.stderr
     done = push(tmp_path, str(run), "me/sums", endpoint="http://127.0.0.1:9", token="hf_some")
     assert done.returncode == 2
     assert "the model hub cannot be reached from here; `podium export` writes the same folder" in done.stderr
     done = push(tmp_path, str(run), "no/such/name", endpoint=hub.url, token=hub.token)
     assert done.returncode == 2
-    assert "is no name of a repository" in done.stderr
+    assert "is not a valid repository name" in done.stderr
 
 
 def test_a_refusal_of_the_hub_is_told_without_a_traceback(run: Path, hub: Hub, tmp_path: Path) -> None:
     for name, token in (("other/sums", hub.token), ("me/sums", "hf_wrong")):
         done = push(tmp_path, str(run), name, endpoint=hub.url, token=token)
         assert done.returncode == 1, done.stdout
-        assert f"podium: the hub refused {name}: " in done.stderr
+        assert f"podium: the hub rejected {name}: " in done.stderr
         assert "Traceback" not in done.stderr
     assert hub.files == {}

@@ -20,7 +20,7 @@ def test_every_file_that_the_pages_link_to_exists() -> None:
 
 
 def test_every_reward_is_in_the_table_of_verifiers() -> None:
-    from podium.lookup import choices
+    from podium.settings.lookup import choices
 
     listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "verifiers.md").read_text(), re.MULTILINE)
     assert sorted(listed) == choices("reward")
@@ -29,8 +29,8 @@ def test_every_reward_is_in_the_table_of_verifiers() -> None:
 def test_every_metric_that_a_run_writes_is_explained(tmp_path: Path) -> None:
     import json
 
-    from podium.run import train
-    from podium.settings import Settings
+    from podium.run.start import train
+    from podium.settings.tables import Settings
     from tests.conftest import small_tables
 
     tables = small_tables(tmp_path / "run", steps=1)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import tomli_w
 
 from podium.cli import main
+from tests import commands
 from tests.conftest import small_tables
 
 STEPS = 6
@@ -22,15 +22,15 @@ SCHEDULES = {
     "lora, windows of 2": {"sync_every": 2},
     "full weights, windows of 2": {"lora": False, "sync_every": 2},
     "lora, never synced": {"sync_every": 0},
-    "lora with dropout": {"dropout": 0.1},
+    "lora with a random loss": {"loss": "tests.chaos.parts:noisy_loss"},
     "short epochs": {"max_rows": 7},
     "full weights, never synced": {"lora": False, "sync_every": 0},
     "refilled": {"filter": {"refill": True}},
-    "refilled windows of 2": {"filter": {"refill": True, "max_refills": 2}, "sync_every": 2},
+    "refilled windows of 2": {"filter": {"refill": 2}, "sync_every": 2},
     "refilled over short epochs": {"filter": {"refill": True}, "max_rows": 7},
     "retiring": {"filter": {"retire_pass_rate": 0.5}, "max_rows": 9},
     "retiring, refilled windows of 2": {
-        "filter": {"retire_pass_rate": 0.75, "refill": True, "max_refills": 2},
+        "filter": {"retire_pass_rate": 0.75, "refill": 2},
         "max_rows": 9,
         "sync_every": 2,
     },
@@ -44,8 +44,8 @@ def write_settings(folder: Path, schedule: dict[str, Any], *, steps: int = STEPS
     if schedule.get("lora") is False:
         tables["model"]["lora"] = False
         tables["trainer"]["lr"] = 1e-4
-    if "dropout" in schedule:
-        tables["model"]["lora"] = {"dropout": schedule["dropout"]}
+    if "loss" in schedule:
+        tables["loss"] = {"name": schedule["loss"]}
     if "filter" in schedule:
         tables["filter"] = schedule["filter"]
     if "max_rows" in schedule:
@@ -56,8 +56,7 @@ def write_settings(folder: Path, schedule: dict[str, Any], *, steps: int = STEPS
 
 
 def podium(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "podium.cli", *arguments]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    return commands.podium(*arguments, environment=os.environ | environment)
 
 
 def all_that_counts(folder: Path) -> dict[str, Any]:
@@ -132,7 +131,7 @@ def test_every_sampled_rollout_stands_in_the_ledger_once(tmp_path: Path) -> None
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_commits_and_the_run_goes_on_bit_for_bit(number: int, code: int, tmp_path: Path) -> None:
     settings = write_settings(tmp_path / "broken", {}, steps=200)
-    process = subprocess.Popen([sys.executable, "-m", "podium.cli", "train", str(settings)], stdout=subprocess.DEVNULL)
+    process = commands.fork_server().start("train", str(settings), stdout=tmp_path / "out", stderr=tmp_path / "out")
     wait_for(lambda: (tmp_path / "broken" / "rollouts" / "step-000001.jsonl").exists())
     process.send_signal(number)
     assert process.wait(timeout=30) == code

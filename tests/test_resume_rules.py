@@ -6,10 +6,10 @@ import pytest
 from pydantic import BaseModel
 
 from podium.errors import InputError
-from podium.lookup import STAGES, choices, find, option_fields
-from podium.resume_rules import CLASSES, changes, check_changes, class_of
-from podium.sections import Choice
-from podium.settings import Settings
+from podium.run.resume_rules import CLASSES, changes, check_changes, class_of
+from podium.settings.lookup import STAGES, choices, find, option_fields
+from podium.settings.sections import Choice
+from podium.settings.tables import Settings
 
 
 def every_setting() -> list[str]:
@@ -57,7 +57,7 @@ def _model(annotation: Any) -> type[BaseModel]:
 
 def test_the_list_of_settings_is_whole() -> None:
     names = every_setting()
-    some = {"run.steps", "model.lora.r", "model.reference.alpha", "loss.correction.cap", "loss.clip_high"}
+    some = {"run.steps", "model.lora.r", "model.reference.alpha", "loss.correction.cap", "loss.clip"}
     assert some | {"trainer.lr", "data.path", "reward.timeout_s", "eval.data.path", "engine.concurrency"} <= set(names)
     assert len(names) > 100
 
@@ -159,8 +159,8 @@ def test_another_schedule_does_not_hide_another_length() -> None:
 
 
 def test_what_was_accepted_is_a_value_and_not_a_name() -> None:
-    before, after = settings(), settings(loss={"clip_high": 0.3})
-    assert check_changes(before, after, accepted={"loss.clip_high": 0.3}) == []
-    for other in ({"loss.clip_high": 0.4}, {"loss.name": "grpo"}, {"loss": {}}):
-        with pytest.raises(InputError, match=r"loss\.clip_high cannot change on resume"):
+    before, after = settings(), settings(loss={"clip": 0.3})
+    assert check_changes(before, after, accepted={"loss.clip": 0.3}) == []
+    for other in ({"loss.clip": 0.4}, {"loss.name": "grpo"}, {"loss": {}}):
+        with pytest.raises(InputError, match=r"loss\.clip cannot change on resume"):
             check_changes(before, after, accepted=other)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 import tomli_w
 
 from podium.cli import main
-from podium.lookup import choices
-from podium.reward import _sandbox
+from podium.reward.sandbox.run import _problem
+from tests.commands import fork_server
 from tests.conftest import small_tables
 from tests.reward.judging import Reply, answer_in, serving, verdict
 
@@ -112,7 +111,7 @@ def ledger_of(here: Path) -> list[dict[str, Any]]:
 
 def test_a_run_goes_on_past_rewards_that_hang_die_and_raise(here: Path) -> None:
     reward = {"name": "rewards.py:unreliable", "timeout_s": 0.5}
-    assert main(["train", write(here, reward, scoring={"max_failed_share": 0.5, "workers": 2})]) == 0
+    assert main(["train", write(here, reward, scoring={"max_failed_share": 0.5})]) == 0
     lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward/failed"] for line in lines] == [3.0, 0.0]
     missing = [(line["ordinal"], line["sample_index"]) for line in rollouts_of(here) if line["reward"] is None]
@@ -120,7 +119,7 @@ def test_a_run_goes_on_past_rewards_that_hang_die_and_raise(here: Path) -> None:
 
 
 def test_above_the_allowed_share_the_reasons_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = write(here, {"name": "rewards.py:unreliable", "timeout_s": 0.5}, scoring={"workers": 2})
+    settings = write(here, {"name": "rewards.py:unreliable", "timeout_s": 0.5})
     assert main(["train", settings]) == 1
     message = capsys.readouterr().err
     assert "3 of 16 reward calls gave no number" in message
@@ -152,12 +151,12 @@ def test_a_registered_class_runs_in_the_workers_normalised_with_its_own_weight(n
     assert int(makers[0]) != os.getpid()
 
 
-def test_a_format_reward_gates_what_rows_name_and_scale_multiplies(here: Path) -> None:
+def test_a_format_reward_gates_what_rows_name_by_another_name(here: Path) -> None:
     rows = [{"prompt": f"What is 1{n} + 20?", "answer": f"3{n}", "reward": "sums"} for n in range(4)]
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    tables = small_tables(here / "run", steps=1) | {"data": [{"name": "jsonl", "path": "rows.jsonl"}]}
-    tables |= {"reward": [{"name": "rewards.py:even", "format": "gate"}]}
-    tables |= {"scoring": {"scale": 10.0, "remap": {"sums": "arithmetic"}}}
+    data = {"name": "jsonl", "path": "rows.jsonl", "remap": {"sums": "arithmetic"}}
+    tables = small_tables(here / "run", steps=1) | {"data": [data]}
+    tables |= {"reward": [{"name": "rewards.py:even", "format": "gate"}, {"name": "arithmetic", "weight": 10.0}]}
     (here / "run.toml").write_text(tomli_w.dumps(tables))
     assert main(["train", str(here / "run.toml")]) == 0
     lines = rollouts_of(here)
@@ -202,7 +201,7 @@ def test_a_list_that_is_too_short_stops_the_run(here: Path, capsys: pytest.Captu
 
 def test_no_process_is_left_when_the_run_is_killed(here: Path) -> None:
     settings = write(here, {"name": "rewards.py:hangs", "timeout_s": 600.0})
-    run = subprocess.Popen([sys.executable, "-m", "podium.cli", "train", settings], stderr=subprocess.DEVNULL)
+    run = fork_server().start("train", settings, stdout=here / "out", stderr=here / "out")
     pids: set[int] = set()
     end = time.monotonic() + 60
     while len(pids) < 2 and time.monotonic() < end:
@@ -223,11 +222,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "reward[0].timeout_s has no effect: arithmetic needs no time limit; remove it",
     ),
-    "workers for nothing": (
-        {"name": "arithmetic"},
-        {"workers": 2},
-        "scoring.workers has no effect: no reward of this run needs a worker process; remove it",
-    ),
     "memory for nothing": (
         {"name": "arithmetic"},
         {"worker_memory_mb": 100},
@@ -247,7 +241,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a format and nothing else": (
         {"name": "arithmetic", "format": "add"},
         {},
-        "no reward but for the format, 'arithmetic'; add a [[reward]] table without 'format'",
+        "the only reward is for the format, 'arithmetic'; add a [[reward]] table without 'format'",
     ),
     "a class that is not registered": (
         {"name": "rewards.py:Unregistered"},
@@ -258,16 +252,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"name": "rewards.py:wants_weight"},
         {},
         "reward[0]: rewards.py:wants_weight has an option 'weight', which is a key of the table; rename it",
-    ),
-    "another name for what no row names": (
-        {"name": "arithmetic"},
-        {"remap": {"gsm8k": "exact"}},
-        "scoring.remap.gsm8k has no effect: no row names the reward 'gsm8k'; remove it",
-    ),
-    "another name that is not known": (
-        {"name": "arithmetic"},
-        {"remap": {"gsm8k": "maths"}},
-        f"scoring.remap: reward 'maths' is not known; known: {', '.join(choices('reward'))}, or a 'module:object'",
     ),
     "the started script": (
         {"name": "__main__:main"},
@@ -300,17 +284,17 @@ def test_a_missing_sandbox_is_refused_before_the_model_is_loaded(
     command: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("podium.runtime.local.load_policy", None)
-    monkeypatch.setattr("podium.check.load_policy", None)
-    _sandbox._problem.cache_clear()
+    monkeypatch.setattr("podium.runtime.wiring.trainer.load_policy", None)
+    monkeypatch.setattr("podium.check.verdicts.load_policy", None)
+    _problem.cache_clear()
     try:
         assert main([command, write(here, {"name": "code_stdio"})]) == 2
         assert "sandbox = 'bubblewrap': bwrap is not installed" in capsys.readouterr().err
     finally:
-        _sandbox._problem.cache_clear()
+        _problem.cache_clear()
 
 
-@pytest.mark.skipif(_sandbox._problem("bubblewrap") is not None, reason="no sandbox here")
+@pytest.mark.skipif(_problem("bubblewrap") is not None, reason="no sandbox here")
 def test_rows_may_name_the_verifiers_of_programs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"prompt": "What is 1 + 2?", "answer": ["assert add(1, 2) == 3"], "reward": "code"},

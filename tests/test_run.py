@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from podium.records import Group
-from podium.run import Summary, train
-from podium.settings import Settings
+from podium.run.start import Summary, train
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 
@@ -23,7 +23,7 @@ def refilled_run(folder: Path, **run: Any) -> Summary:
     """Every second group is kept: 2 a step, out of 12 rows."""
     tables = small_tables(folder, prompts_per_step=2, rollouts_per_prompt=2, **run)
     tables["data"] = [{"name": "arithmetic", "max_rows": 12}]
-    tables["filter"] = {"refill": True, "drop_no_signal": False, "accept": "tests.test_run:even"}
+    tables["filter"] = {"refill": True, "accept": "tests.test_run:even"}
     tables["eval"] = {"data": [{"name": "arithmetic", "split": "held_out", "max_rows": 4}]}
     return train(Settings.from_dict(tables))
 

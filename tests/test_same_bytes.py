@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from podium.run_folder import RunFolder
+from podium.run.folder import RunFolder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "settings.toml"
 FLAGS = ["--run.steps=2", "--run.prompts_per_step=4", "--checkpoint.every=1", "--eval.data.max_rows=8"]

@@ -16,7 +16,7 @@ import torch
 import podium
 from podium.cli import main
 from podium.model.load import EMBEDDED
-from podium.run import UNTRAINED
+from podium.run.start import UNTRAINED
 from tests.conftest import small_tables
 
 ROOT = Path(podium.__file__).parent
@@ -49,7 +49,7 @@ def breaches(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_g14_no_module_can_execute_data(path: Path) -> None:
     """What runs inside the sandbox is there to execute programs, and nothing else of the package is in it."""
-    if path.parent.name != "_inside":
+    if path.parent != ROOT / "reward" / "sandbox" / "inside":
         assert list(breaches(path.read_text())) == []
 
 
@@ -141,7 +141,7 @@ def pickled_adapter(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
     folder = trained(tmp_path) / "final"
     (folder / "adapter_model.safetensors").unlink()
     torch.save(Canary(mark), folder / "adapter_model.bin")
-    return {"checkpoint": {"adapter_from": str(folder)}}, 2
+    return {"checkpoint": {"start_from": str(folder)}}, 2
 
 
 def adapter_with_a_library(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
@@ -151,12 +151,12 @@ def adapter_with_a_library(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], 
     config = json.loads((folder / "adapter_config.json").read_text())
     config["auto_mapping"] = {"base_model_class": "X", "parent_library": "evil_library"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return {"checkpoint": {"adapter_from": str(folder)}}, 0
+    return {"checkpoint": {"start_from": str(folder)}}, 0
 
 
 def pickled_checkpoint(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
     """With a manifest that is right for it."""
-    from podium.checkpoint_files import describe_file
+    from podium.run.checkpoint_files import describe_file
 
     place = trained(tmp_path) / "checkpoints" / "step-000001"
     (place / "trainer.safetensors").write_bytes(pickle.dumps(Canary(mark)))
@@ -184,15 +184,18 @@ def dataset_script(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
 
 
 def yaml_tag(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
-    return {"run": {"name": f"!!python/object/apply:os.system ['touch {mark}']"}}, 2  # a name has no slash
+    return {"model": {"name": f"!!python/object/apply:os.system ['touch {mark}']"}}, 2
 
 
-def shell_in_a_name(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
-    return {"run": {"name": f"$(touch {mark.name}); `touch {mark.name}`"}, "checkpoint": {"on_checkpoint": "true"}}, 0
+def shell_in_a_value(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
+    return {
+        "run": {"folder": str(tmp_path / "run" / f"$(touch {mark.name}) `touch {mark.name}`")},
+        "checkpoint": {"on_checkpoint": "true"},
+    }, 0
 
 
 def environment_in_a_value(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
-    return {"run": {"name": "${oc.env:SECRET_OF_THE_TEST} $SECRET_OF_THE_TEST"}}, 0
+    return {"rollout": {"system": "${oc.env:SECRET_OF_THE_TEST} $SECRET_OF_THE_TEST"}}, 0
 
 
 CANARIES = {
@@ -209,7 +212,7 @@ CANARIES = {
     "rows as a pickle": pickled_rows,
     "a dataset's script": dataset_script,
     "S3 a YAML tag": yaml_tag,
-    "S3 a shell's words in a name": shell_in_a_name,
+    "S3 a shell's words in a name": shell_in_a_value,
     "S3 the environment in a value": environment_in_a_value,
 }
 

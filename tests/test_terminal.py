@@ -18,15 +18,15 @@ from podium.cli import main
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
 from podium.report.console import Console
-from podium.reward._worker_process import MAX_FILE_BYTES
-from podium.settings import Settings
+from podium.reward.isolation.workers import MAX_FILE_BYTES
+from podium.settings.tables import Settings
 from podium.terminal import printable, say, warn
 from tests.conftest import small_tables
 
 ROOT = Path(podium.__file__).parent
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\x00\u202egnp"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-PRINTING = {"terminal.py", "assets/make_embedded.py", "calibrate.py", "report/_glossary.py", "reference.py"}
+PRINTING = {"terminal.py", "report/web/glossary.py"}
 """The one place, and programs that print only numbers, JSON or Podium's own words."""
 
 
@@ -73,11 +73,12 @@ def evil(prompt: Prompt, rollout: Rollout) -> float:
 
 @pytest.mark.parametrize("mode", ["plain", "json", "live", "quiet"])
 def test_a_rewards_error_and_prints_reach_the_terminal_escaped(
-    mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = small_tables(tmp_path / "run") | {"reward": [{"name": "tests.test_terminal:evil"}]}
-    tables["report"] = [{"name": "console", "mode": mode}]
+    tables["report"] = [{"name": "console"}]
     (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
+    monkeypatch.setattr(cli, "_console_mode", lambda options: mode)
     assert main(["train", str(tmp_path / "settings.toml")]) == 1
     printed = capfd.readouterr()
     everything = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", printed.out) if mode == "live" else printed.out
@@ -88,7 +89,7 @@ def test_a_rewards_error_and_prints_reach_the_terminal_escaped(
 
 
 def test_bad_input_is_told_escaped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "settings.toml").write_text(f"[run]\nname = {json.dumps(EVIL)}\n[model]\nname = {json.dumps(EVIL)}\n")
+    (tmp_path / "settings.toml").write_text(f"[model]\nname = {json.dumps(EVIL)}\n")
     for command in ("train", "check"):
         assert main([command, str(tmp_path / "settings.toml")]) == InputError.exit_code
     printed = capfd.readouterr()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from podium import check as check_module
-from podium.check import check
+from podium.check import verdicts as check_module
+from podium.check.timing import Trial, sampling_s, training_s
+from podium.check.verdicts import check
 from podium.cli import main
-from podium.run import train
-from podium.runtime._memory import memory_plan
-from podium.settings import Settings
-from podium.timing import Trial, sampling_s, training_s
+from podium.run.start import train
+from podium.runtime.wiring.memory import memory_plan
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 TRIAL = Trial(rollouts=10, tokens=5, prompt_tokens=20.0, first_token_s=1.0, sample_s=3.0, train_s=2.5)
@@ -43,7 +43,7 @@ def seconds_of(text: str) -> float:
 def test_the_estimate_is_of_the_size_of_real_steps(tmp_path: Path) -> None:
     """Within a factor of five, whatever else the machine does: it is for planning, not for benchmarks."""
     tables = small_tables(tmp_path / "run", steps=4, prompts_per_step=8, rollouts_per_prompt=8)
-    tables["filter"] = {"drop_no_signal": False}
+    tables["filter"] = {"accept": "all"}
     report, is_good = check(Settings.from_dict(tables))
     assert is_good
     found = re.search(r"a step takes about ([\d.]+ \w+) to ([\d.]+ \w+)", report)
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_a_problem_and_is_not_tried(
     assert "memory: problem" in out
     assert "problem: too much: lower engine.concurrency" in out
     assert "not measured: it would not fit into memory" in out
-    assert out.endswith("1 to mend before `podium train`\n")
+    assert out.endswith("1 to fix before `podium train`\n")
 
 
 def test_a_newcomer_is_told_what_would_spoil_a_run(tmp_path: Path) -> None:

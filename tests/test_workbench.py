@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import tomli_w
 
+from podium.check.rewards import HOSTILE, _try_all
 from podium.cli import main
-from podium.lookup import find
-from podium.reward._classes import bound_reward
-from podium.reward._combine import NamedReward
-from podium.reward._scoring import Scoring
-from podium.workbench import HOSTILE, _try_all
+from podium.reward.scoring.contract import bound_reward
+from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.settings.lookup import find
 from tests.builders import make_prompt
 from tests.conftest import small_tables
 from tests.reward.judging import Reply, serving

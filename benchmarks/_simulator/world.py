@@ -10,6 +10,7 @@ from _simulator.scenario import CANARY_EVERY_S, CANARY_S, Outcome, Scenario
 from _simulator.stages import Checkpoint, Data, Evaluation, Pool, Report, Reward, Sync, Trainer
 from _simulator.workers import CoreWorker, DeviceWorker
 from podium import loop, loop_async
+from podium.observer import Observer
 from podium.stages import Stages
 
 
@@ -70,18 +71,17 @@ class World:
     def stages(self) -> Stages:
         return Stages(
             data=Data(),
-            rollout=self.pool,
+            rollout=self.pool.start,
             reward=Reward(self),
             assign_advantages=list,
             filter=list,
             pack=list,  # type: ignore[arg-type]
-            trainer=Trainer(self),  # type: ignore[arg-type]
+            train=Trainer(self).step,
             sync=Sync(self),
             checkpoint=Checkpoint(),  # type: ignore[arg-type]
             report=Report(self),
             evaluation=Evaluation(),
-            stop_requested=lambda: False,
-            event=self._note,
+            observer=Observer(event=self._note),
         )
 
     def _note(self, kind: str, **details: Any) -> None:

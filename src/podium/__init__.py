@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
-    from podium.reward._classes import register_reward
-    from podium.reward._contract import checks_answer, declare_range, gold_answer, runs_inline
-    from podium.run import evaluate, train
-    from podium.settings import Settings
+    from podium.reward.scoring.contract import checks_answer, declare_range, gold_answer, register_reward, runs_inline
+    from podium.run.start import evaluate, train
+    from podium.settings.tables import Settings
 
 # Before torch. Threads that spin while they wait make a step many times slower where another process wants their cores,
 # and threads that sleep at once are woken for every product: some microseconds lie between.
@@ -38,14 +37,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Settings": "podium.settings",
-    "checks_answer": "podium.reward._contract",
-    "declare_range": "podium.reward._contract",
-    "evaluate": "podium.run",
-    "gold_answer": "podium.reward._contract",
-    "register_reward": "podium.reward._classes",
-    "runs_inline": "podium.reward._contract",
-    "train": "podium.run",
+    "Settings": "podium.settings.tables",
+    "checks_answer": "podium.reward.scoring.contract",
+    "declare_range": "podium.reward.scoring.contract",
+    "evaluate": "podium.run.start",
+    "gold_answer": "podium.reward.scoring.contract",
+    "register_reward": "podium.reward.scoring.contract",
+    "runs_inline": "podium.reward.scoring.contract",
+    "train": "podium.run.start",
 }
 
 

@@ -39,9 +39,11 @@ def console() -> None:
     except Exception:  # a defect of ours; what it quotes may be foreign text
         warn(traceback.format_exc())
         code = 1
-    watch = sys.modules.get("podium.runtime._watch")
+    watchdog = sys.modules.get("podium.run.watchdog")
     is_stopped = code in (130, 143)
-    if is_stopped or (watch is not None and watch.stalled):  # Python would wait for a thread that samples, or hangs
+    if is_stopped or (
+        watchdog is not None and watchdog.stalled
+    ):  # Python would wait for a thread that samples, or hangs
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -50,19 +52,19 @@ def console() -> None:
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
-    from podium.run import train as run
+    from podium.run.start import train as run
 
     return run(settings, console_mode=_console_mode(options)).exit_code
 
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.resume_rules import changes, check_changes
-    from podium.run_folder import RunFolder
-    from podium.settings import Settings, override, read_toml
+    from podium.run.folder import RunFolder
+    from podium.run.resume_rules import changes, check_changes
+    from podium.settings.tables import Settings, override, read_run_settings
 
     folder = RunFolder.open(options.run)
-    before = Settings.from_dict(read_toml(folder.settings))
-    settings = Settings.from_dict(override(read_toml(folder.settings), overrides))
+    before = Settings.from_dict(read_run_settings(folder.settings))
+    settings = Settings.from_dict(override(read_run_settings(folder.settings), overrides))
     # Its warnings are shown when the checkpoint is restored, whose own settings count.
     check_changes(before, settings, options.allow_change, options.step or _last_step(folder))
     changed = {*changes(before, settings), *changes(_committed_settings(folder, options.step) or before, settings)}
@@ -72,14 +74,14 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     if folder.state == "finished" and not overrides and options.step is None:
         say(f"{options.run} is finished; nothing to do. For more: podium resume {options.run} --run.steps=N")
         return 0
-    from podium.run import resume as run
+    from podium.run.start import resume as run
 
     allowed = {"step": options.step, "allow_change": options.allow_change}
     return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
 
 
 def _last_step(folder: Any) -> int | None:
-    from podium.checkpoint_files import list_checkpoints, step_of
+    from podium.run.checkpoint_files import list_checkpoints, step_of
 
     return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
 
@@ -91,27 +93,28 @@ def _committed_settings(folder: Any, step: int | None) -> Any:
     """
     import tomllib
 
-    from podium.checkpoint_files import list_checkpoints, read_settings, step_of
-    from podium.settings import Settings
+    from podium.run.checkpoint_files import list_checkpoints, read_settings, step_of
+    from podium.settings.removed import of_first_version
+    from podium.settings.tables import Settings
 
     places = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) == step]
     try:
         text = read_settings(places[-1]) if places else None
-        return Settings.from_dict(tomllib.loads(text)) if text is not None else None
+        return Settings.from_dict(of_first_version(tomllib.loads(text))) if text is not None else None
     except (OSError, ValueError, InputError):
         return None
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.scorecard import as_text, compared, comparison_data, results_file, verdict
-    from podium.trained import find_trained
+    from podium.evaluation.scorecard import as_text, compared, comparison_data, results_file, verdict
+    from podium.export.trained import find_trained
 
     if options.out is not None and options.out.exists():
         raise InputError(f"{options.out} is there already; give a new file")
     found = [(target, find_trained(target)) for target in (options.model, options.against) if target is not None]
     tables = _eval_tables(options.settings, found[0][1].run, options.model)
     settings = [_eval_settings(tables, trained, overrides) for _, trained in found]
-    from podium.run import held_out_results
+    from podium.run.start import held_out_results
 
     results = [held_out_results(s, trained.weights) for s, (_, trained) in zip(settings, found, strict=True)]
     told = [results_file(target, s.to_dict(), r) for (target, _), s, r in zip(found, settings, results, strict=True)]
@@ -130,20 +133,18 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _eval_tables(settings: Path | None, run: Any, target: str) -> dict[str, Any]:
-    from podium.settings import read_toml
+    from podium.settings.tables import read_run_settings, read_toml
 
     if settings is None and run is None:
         raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
-    return read_toml(settings or run.settings)
+    return read_run_settings(run.settings) if settings is None else read_toml(settings)
 
 
 def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -> Any:
-    """The tables with the model that is asked; a run's weights belong to its own model, computed as the tables say."""
-    from podium.settings import Settings, override
-    from podium.trained import how_it_computes
+    """The tables with the model that is asked; a run's weights belong to its own model."""
+    from podium.settings.tables import Settings, override
 
-    given = tables.get("model", {})
-    own = trained.model | how_it_computes(given) if trained.run else given
+    own = trained.model if trained.run else tables.get("model", {})
     made = override({**copy.deepcopy(tables), "model": copy.deepcopy(own)}, overrides)
     return Settings.from_dict(made if trained.run else {**made, "model": {**made["model"], **trained.model}})
 
@@ -151,14 +152,14 @@ def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -
 def check(options: argparse.Namespace, overrides: list[str]) -> int:
     settings = _settings(options, overrides)
     if options.rewards:
-        from podium.workbench import try_rewards
+        from podium.check.rewards import try_rewards
 
         report, is_good = try_rewards(settings, options.rows or DEFAULT_ROWS)
         say(report)
         return 0 if is_good else InputError.exit_code
     if options.rows is not None:
         raise InputError("--rows has no effect without --rewards; add it or remove this one")
-    from podium.check import check as run
+    from podium.check.verdicts import check as run
 
     report, is_good = run(settings)
     say(report)
@@ -167,7 +168,7 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse(overrides, "export")
-    from podium.export import export as run
+    from podium.export.folder import export as run
 
     made = run(options.target, options.out, merge=options.merge, step=options.step)
     for name, size in made.files.items():
@@ -180,7 +181,7 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def push(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse(overrides, "push")
-    from podium.push import push as run
+    from podium.export.folder import push as run
 
     for line in run(
         options.target,
@@ -201,7 +202,7 @@ def _refuse(overrides: list[str], command: str) -> None:
 
 def serve(options: argparse.Namespace, overrides: list[str]) -> int:
     try:
-        from podium.runtime._serve import ServeOptions, serve
+        from podium.server.serve import ServeOptions, serve
     except ModuleNotFoundError as error:
         raise InputError(f"podium serve needs the package {error.name}; pip install 'podium-rl[server]'") from None
     fields = ServeOptions.__dataclass_fields__
@@ -209,7 +210,7 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.report._serve import report_server
+    from podium.report.web.serve import report_server
 
     _refuse(overrides, "report")
     with report_server(options.run, options.port) as server:
@@ -228,8 +229,8 @@ def show(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.lookup import STAGES, choices, find, option_help
-    from podium.sections import SECTIONS
+    from podium.settings.lookup import STAGES, choices, find, option_help
+    from podium.settings.sections import SECTIONS
 
     _refuse(overrides, "list")
     every = list(dict.fromkeys([*SECTIONS, *STAGES]))
@@ -251,7 +252,7 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
-    from podium.settings import Settings
+    from podium.settings.tables import Settings
 
     return Settings.from_toml(options.settings, overrides)
 

@@ -14,6 +14,10 @@ class InputError(PodiumError, ValueError):
     exit_code = 2
 
 
+class CodecError(PodiumError, ValueError):
+    """Bytes or text from another process are not the record that was expected. Names the field."""
+
+
 class ParityError(PodiumError):
     """After a weight sync the engine's logprobs differ from the trainer's: it does not hold the trained weights."""
 
@@ -58,7 +62,11 @@ class RewardFailedError(PodiumError):
     """Rewards raised or abstained for too large a share of the rollouts of a step."""
 
 
-class EngineError(PodiumError):
+class WorkerError(PodiumError):
+    """A worker of a pool failed, is gone or does not answer, or a pool has too few workers left."""
+
+
+class EngineError(WorkerError):
     """An engine broke, or returned an answer that cannot be right: wrong counts, unknown ids, logprobs that are no
     numbers."""
 
@@ -80,7 +88,7 @@ class SharedPrefixError(PodiumError):
 
 
 class NoProgressError(PodiumError):
-    """Nothing moved for longer than run.max_stall_s, or an earlier run of the process does not let go of the device."""
+    """Nothing moved for longer than the watchdog allows, or an earlier run of this process still holds the device."""
 
 
 class CrashLoopError(PodiumError):

@@ -1,26 +1,56 @@
 """Between stages 4 and 5: which groups are trained."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
+
+from podium.errors import InputError
 from podium.records import Group, Rollout
+from podium.settings.contracts import check_call, is_users, user_code
+from podium.settings.lookup import find
+from podium.settings.tables import Settings
+
+
+def build_filter(settings: Settings) -> Callable[[Sequence[Group]], list[Group]]:
+    """Groups in, the groups that are trained out, as `[filter]` says."""
+    given = settings.filter
+    return partial(
+        filter_groups,
+        needs_signal=given.accept == "signal",
+        masks_truncated=given.truncated == "mask",
+        accept=build_accept(settings),
+    )
+
+
+def build_accept(settings: Settings) -> Callable[[Group], bool] | None:
+    """The function that `filter.accept` names, looked up like any other user code; None for "signal" and "all"."""
+    name = settings.filter.accept
+    if not is_users(name):
+        return None
+    found = find("filter", name, "filter.accept")
+    check_call("filter", "filter.accept", name, found, {})
+    return partial(_accepted, found, name)
 
 
 def filter_groups(
     groups: Sequence[Group],
     *,
-    drop_no_signal: bool = True,
-    truncated: str = "keep",
+    needs_signal: bool = True,
+    masks_truncated: bool = False,
     accept: Callable[[Group], bool] | None = None,
 ) -> list[Group]:
-    """Drops groups with fewer than two scored rollouts, by default those whose rewards are all equal, and those that
-    `accept` refuses. `truncated = "mask"` takes cut rollouts out of the loss; their rewards stay in the baseline."""
+    """Drops groups with fewer than two scored rollouts, with `needs_signal` those whose rewards are all equal, and
+    those that `accept` refuses. `masks_truncated` takes cut rollouts out of the loss; their rewards stay in the
+    baseline."""
     kept = [group for group in groups if sum(reward is not None for reward in group.rewards) > 1]
-    if drop_no_signal:
+    if needs_signal:
         kept = [group for group in kept if group.has_signal]
     if accept is not None:
         kept = [group for group in kept if accept(group)]
-    if truncated == "mask":
+    if masks_truncated:
         masked = [replace(group, rollouts=tuple(map(_masked_if_cut, group.rollouts))) for group in kept]
         kept = [group for group in masked if group.trainable]
     return kept
@@ -29,3 +59,18 @@ def filter_groups(
 def _masked_if_cut(rollout: Rollout) -> Rollout:
     cut = rollout.finish_reason == "length"
     return replace(rollout, loss_mask=(0,) * len(rollout.token_ids)) if cut else rollout
+
+
+def _accepted(function: Callable[[Group], object], name: str, group: Group) -> bool:
+    with user_code("filter.accept", name):
+        verdict = function(group)
+    if not isinstance(verdict, bool | np.bool_):
+        if inspect.iscoroutine(verdict):
+            verdict.close()  # nothing will wait for it
+        raise InputError(f"filter.accept = {name!r} returned {_shown(verdict)}; return True or False")
+    return bool(verdict)
+
+
+def _shown(value: object) -> str:
+    """A short value as it is; of any other its type."""
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from podium.clock import Clock
 from podium.records import Group, Plan, Prompt, Queues, RunState, StepGroups
 from podium.stages import Stages
 
@@ -24,14 +23,13 @@ POLL_S = 0.5
 class Flights:
     """Leaving the context cancels what is in the air; a resumed run draws it again."""
 
-    def __init__(self, stages: Stages, plan: Plan, clock: Clock) -> None:
-        self._stages, self._plan, self._clock = stages, plan, clock
+    def __init__(self, stages: Stages, plan: Plan) -> None:
+        self._stages, self._plan, self._observer = stages, plan, stages.observer
         self._under_way: set[int] = set()
         """Ordinals."""
         self._uncounted: set[int] = set()
         """Those of them that do not count for their step."""
         self._flying: set[asyncio.Task[None]] = set()
-        self._num_scoring = 0
         self._waiting: deque[tuple[Group, list[Group]]] = deque()
         """Groups with their advantages, each with what the filter kept of it."""
         self._recent: deque[Group] = deque(maxlen=plan.prompts_per_step)
@@ -61,7 +59,7 @@ class Flights:
         if prompts:
             self._under_way |= {prompt.ordinal for prompt in prompts}
             self._uncounted -= {prompt.ordinal for prompt in prompts}
-            groups = self._clock.writing(self._stages.rollout.start(prompts), len(prompts))
+            groups = self._observer.writing(self._stages.rollout(prompts), prompts)
             task = asyncio.create_task(self._fly(groups, len(prompts)))
             self._flying.add(task)
             task.add_done_callback(lambda _: self._news.set())
@@ -79,8 +77,7 @@ class Flights:
         of failed rewards: a few alone would say little."""
         stages, is_whole = self._stages, count % self._plan.prompts_per_step == 0
         after = () if is_whole else tuple(self._recent)
-        async for group in stages.reward.score_each(self._counted(groups), after=after):
-            self._num_scoring -= 1
+        async for group in self._observer.scored(stages.reward.score_each(self._noticed(groups), after=after)):
             [credited] = stages.assign_advantages([group])
             kept = stages.filter([credited])
             if self._plan.max_refills and not kept:
@@ -88,12 +85,11 @@ class Flights:
             self._recent.append(credited)
             self._waiting.append((credited, kept))
             self._news.set()
-        if self._state is not None and not stages.stop_requested():
+        if self._state is not None and not self._observer.stop_requested():
             self.send(self._state)
 
-    async def _counted(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+    async def _noticed(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
         async for group in groups:
-            self._num_scoring += 1
             self._news.set()
             yield group
 
@@ -108,13 +104,14 @@ class Flights:
                     self._reject(group, state)
                 else:
                     step = step.plus([group], kept)
-            if self._is_full(step) or self._stages.stop_requested():
+            if self._is_full(step) or self._observer.stop_requested():
                 break
             self.send(state)
             if not self._flying:
                 break
             await self._wait()
-        queues = Queues(self._clock.num_writing, self._num_scoring, len(self._waiting), self._num_stale)
+        observer = self._observer
+        queues = Queues(observer.num_writing, len(observer.unscored), len(self._waiting), self._num_stale)
         self._num_stale = 0
         return replace(step, queues=queues)
 
@@ -129,7 +126,7 @@ class Flights:
         self._again.append(group.prompt)
         self._num_stale += 1
         versions = {"oldest": group.oldest_version, "policy_version": state.policy_version}
-        self._stages.event("stale", ordinal=group.prompt.ordinal, **versions)
+        self._observer.event("stale", ordinal=group.prompt.ordinal, **versions)
 
     def end(self, step: StepGroups) -> None:
         """The step is trained: its groups are no longer under way, and the engine is behind until the next `send`."""
@@ -140,10 +137,10 @@ class Flights:
 
     async def written(self) -> None:
         """Until nothing is being written; groups may still be scored. After a signal nothing needs to be written."""
-        while self._clock.num_writing and not self._stages.stop_requested():
+        while self._observer.num_writing and not self._observer.stop_requested():
             self._look_after_flights()
             await self._wait()
-        if self._stages.stop_requested():
+        if self._observer.stop_requested():
             await self._cancel()
 
     async def _cancel(self) -> None:

@@ -17,7 +17,6 @@ were sent are never too old. One that later ones overtook (a long answer, a slow
 The trainer's weights are changed (step) and read (push, commit) by one coroutine, so never at the same time.
 """
 
-from podium.clock import Clock
 from podium.flights import Flights
 from podium.loop import give_up_if_stalled
 from podium.records import Plan, RunState
@@ -26,39 +25,36 @@ from podium.stages import Stages
 
 async def train(stages: Stages, plan: Plan) -> RunState:
     """Trains until the plan's steps are done, the data ends or a signal asks to stop."""
+    observer = stages.observer
     state = await stages.checkpoint.restore_or_start()
-    await stages.report.start(state)
-    await stages.sync.push(state.policy_version)  # the engine holds the current weights, proven
-    if state.step == 0 and not stages.stop_requested():
-        await stages.evaluation.run_if_due(state, since=0)
+    await observer.during("report", stages.report.start(state))
+    await observer.pushing(stages.sync.push(state.policy_version))  # the engine holds the current weights, proven
+    if state.step == 0 and not observer.stop_requested():
+        await observer.during("eval", stages.evaluation.run_if_due(state, since=0))
 
-    clock = Clock()
-    async with Flights(stages, plan, clock) as flights:  # what is under way at the end is dropped
+    observer.start_laps()
+    async with Flights(stages, plan) as flights:  # what is under way at the end is dropped
         while state.step < plan.steps and stages.data.draw(state, 1):
-            step = await flights.next_step(state)  #                        1-4  groups that have come, none too old
-            if stages.stop_requested():
-                await stages.checkpoint.commit(state)
+            step = await flights.next_step(state)  #                                   1-4  groups, none too old
+            if observer.stop_requested():
+                await observer.during("checkpoint", stages.checkpoint.commit(state))
                 return state
-            clock.end("rollout")
-            batches = stages.pack(step.kept)  #                             5
-            clock.end("pack")
+            observer.end("rollout")
+            batches = stages.pack(step.kept)  #                                        5
+            observer.end("pack")
             assert all(state.policy_version - group.oldest_version <= plan.max_lag for group in step.kept)
-            result = await stages.trainer.step(batches)  #                  6+7  meanwhile others are written
-            clock.end("train")
+            result = await observer.training(stages.train, batches)  #                 6+7  meanwhile others are written
             flights.end(step)
             state = stages.data.advance(state, step.drawn, flights.under_way).after(step, result)
-            await stages.report.write(state, step, result, clock.take())  # 10
-            clock.end("report")
+            seconds = observer.take()
+            await observer.during("report", stages.report.write(state, step, result, seconds))  # 10
             if not plan.in_flight:
                 await flights.written()
-                clock.end("rollout")
-            await stages.sync.push(state.policy_version)  #                 8    nothing if nothing was trained
-            clock.end("sync")
-            await stages.evaluation.run_if_due(state, since=state.step - 1)  # before others are sent
-            clock.end("eval")
-            flights.send(state)
-            await stages.checkpoint.commit_if_due(state)  #                 9
-            clock.end("checkpoint")
+                observer.end("rollout")
+            await observer.pushing(stages.sync.push(state.policy_version))  #          8    if anything was trained
+            await observer.during("eval", stages.evaluation.run_if_due(state, since=state.step - 1))
+            flights.send(state)  # after the evaluation
+            await observer.during("checkpoint", stages.checkpoint.commit_if_due(state))  # 9
             await give_up_if_stalled(stages, plan, state)
-    await stages.checkpoint.finish(state)
+    await observer.during("checkpoint", stages.checkpoint.finish(state))
     return state

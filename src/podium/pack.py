@@ -10,11 +10,27 @@ documents are therefore spread over the batches instead of filling one after the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from podium.records import Batch, Group, Prompt, Rollout
+from podium.settings.tables import Settings
+
+
+def build_pack(
+    settings: Settings, max_tokens_per_batch: int, ranks: int = 1
+) -> Callable[[Sequence[Group]], list[Batch]]:
+    """Groups in, batches out, the same number for each rank."""
+    return partial(
+        pack,
+        max_tokens_per_batch=max_tokens_per_batch,
+        temperature=settings.rollout.options.get("temperature", 1.0),
+        minibatches=settings.trainer.options.get("minibatches_per_step", 1),
+        shared_prefix=settings.pack.shared_prefix,
+        ranks=ranks,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-from podium.plan import Plan as Plan
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
+FINITE = "finite"
+Finite = Annotated[float, FINITE]
+"""Neither NaN nor an infinity: such a value is refused where it arrives from another process."""
 FinishReason = Literal["stop", "length", "abort"]
 PER_TOKEN = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")  # fields of a Batch
 PER_TOKEN += ("old_logprobs", "reference_logprobs")  # these may be None
@@ -29,6 +31,49 @@ def ids_digest(token_ids: Sequence[int]) -> str:
     if sys.byteorder == "big":
         as_int64.byteswap()
     return hashlib.blake2b(as_int64.tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is sampled and trained, and how far sampling may run ahead."""
+
+    steps: int
+    """Trainer steps of the whole run."""
+    prompts_per_step: int
+    rollouts_per_prompt: int
+    sync_every: int = 1
+    """Steps per policy window; 0 never syncs."""
+    max_skipped_steps: int = 50
+    """Steps without an update in a row after which the run is given up."""
+    epochs: int | None = None
+    """Passes over the data after which the run ends early; None has no limit."""
+    max_refills: int = 0
+    """Rounds in which a window draws what its filter dropped; 0: a step is what was drawn first."""
+    retire_pass_rate: float | None = None
+    """Share of correct rollouts from which on a row is not drawn again; None retires none."""
+    max_lag: int = 0
+    """Policy versions that a trained rollout may be behind the trainer; 0 is the strict loop, more the async one."""
+    in_flight: bool = False
+    """Async loop: whether the engine's weights may change while rollouts are being written."""
+
+    @property
+    def prompts_per_window(self) -> int:
+        """Prompts that are sampled with one set of weights."""
+        return self.prompts_per_step * max(1, self.sync_every)
+
+    @property
+    def prompts_ahead(self) -> int:
+        """Most prompts under way at a time: a window's, or those of `max_lag` steps and of the one that trains."""
+        return self.prompts_per_step * (self.max_lag + 1) if self.max_lag else self.prompts_per_window
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether the trainer moves on while rollouts are written, so that an engine needs weights of its own."""
+        return self.max_lag > 0 or self.sync_every != 1
+
+    def window_size(self, step: int) -> int:
+        """Prompts of the window that begins after `step` steps; 0 once all are done."""
+        return min(self.prompts_per_window, max(0, self.steps - step) * self.prompts_per_step)
 
 
 @dataclass(frozen=True)
@@ -79,6 +124,11 @@ class Prompt:
     )
 
     @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"prompt {self.ordinal} ({self.source or 'data'})"
+
+    @property
     def question(self) -> str:
         """The turn that the policy answers, for people."""
         return next((turn["content"] for turn in reversed(self.messages) if turn["role"] != "assistant"), "")
@@ -86,44 +136,105 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine draws tokens."""
+    """How an engine draws the tokens of one rollout."""
 
     max_new_tokens: int = 256
-    temperature: float = 1.0
+    temperature: Finite = 1.0
     """0 is greedy."""
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: Finite | None = None
     stop_ids: tuple[int, ...] = ()
     """Ids that end a rollout; the id itself is kept and trained."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a rollout stage asks of an engine: several answers to one prompt."""
+class PrefixGroup:
+    """Requests with the same token ids. An engine computes these tokens once and shares their keys and values."""
 
-    key: int
-    """Unique in one call of `generate`; the answer carries it back."""
+    name: str
+    """Unique among the groups that are under way, such as `train/17`."""
+    size: int
+    """Requests in the group. The engine frees the shared keys and values after the last of them."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rollout stage asks of an engine: one rollout."""
+
     token_ids: tuple[int, ...]
-    seeds: tuple[int, ...]
-    """One a rollout. The tokens drawn depend on it and on nothing else that is random."""
+    """All that the model reads before it writes: the prompt and, in a later turn, what was written before."""
+    sampling: Sampling
+    """Its `max_new_tokens` is what is left for this request."""
+    seed: int
+    """The tokens drawn depend on this number and on nothing else that is random."""
+    prefix_group: PrefixGroup | None = None
+    episode: str | None = None
+    """Names requests that continue one another. An engine that keeps their keys and values says so in its traits."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        name = self.episode or (self.prefix_group.name if self.prefix_group is not None else "")
+        return f"request {name}" if name else "a request"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine returns for one request; the outer tuples have one entry a seed."""
+    """What an engine returns for one request."""
 
-    key: int
-    token_ids: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
-    """One a token, of the distribution really sampled from."""
-    finish_reasons: tuple[FinishReason, ...]
-    policy_versions: tuple[tuple[int, int], ...]
-    """One a rollout: of the weights that wrote its first token, and of those that wrote its last."""
-    digests: tuple[str, ...] = field(init=False)
-    """One a rollout: the fingerprint of its ids, taken here, where they are as sampled."""
+    token_ids: tuple[int, ...]
+    """The tokens written, including the stop id."""
+    logprobs: tuple[float, ...]
+    """One per token, of the distribution really sampled from."""
+    finish_reason: FinishReason
+    policy_versions: tuple[int, int]
+    """Of the weights that wrote the first token, and of those that wrote the last token."""
+    digest: str = field(init=False)
+    """Fingerprint of the ids, taken here, where they are as sampled."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "digests", tuple(ids_digest(ids) for ids in self.token_ids))
+        object.__setattr__(self, "digest", ids_digest(self.token_ids))
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What an engine can do and needs. Callers ask the traits and never the engine's name.
+
+    A class attribute `traits` holds what is known before an engine exists; an instance may replace it with one that
+    also knows its precision and its place for weights.
+    """
+
+    channels: tuple[str, ...]
+    """Sync channels that reach the engine, best first."""
+    packages: tuple[str, ...] = ()
+    """Python packages that the engine imports and that Podium does not require."""
+    dtype: str = "float32"
+    """Precision in which the engine computes."""
+    weights_root: Path | None = None
+    """Folder under which the engine reads published weights; None: anywhere."""
+    max_context_tokens: int | None = None
+    """Longest prompt and answer together; None: as long as the model's context."""
+    transfer_ranks: int = 0
+    """GPUs of the engine that can receive weights from the trainer's GPUs (sync channel `nccl`)."""
+    shares_weights: bool = False
+    """Whether the engine samples in the trainer's process, from the trainer's own weights."""
+    runs_in_worker: bool = False
+    """Whether a pool, Ray or Flyte can start the engine in a process of its own."""
+    plans_threads: bool = False
+    """Whether the engine divides the CPU's cores by itself."""
+    outlives_run: bool = False
+    """Whether the engine goes on after the run. The run calls `claim(run_id, scope)` before it pushes weights."""
+    has_members: bool = False
+    """Whether the engine consists of several: it has `score_each` and `held_each`, by member."""
+    shows_weights: bool = False
+    """Whether `held` shows the tensors that the engine samples with, so that each push is proven to the last bit."""
+    keeps_order: bool = False
+    """Whether the same requests, sent in the same order, give the same bits. The rollout stage then hands groups on by
+    ordinal, so that a run repeats bit for bit."""
+    keeps_episodes: bool = False
+    """Whether keys and values of an episode stay between its requests; otherwise they are computed again."""
+    keeps_weights: bool = False
+    """Whether a request under way is finished with the weights that it began with, when new weights are loaded."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +264,7 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    rewards: tuple[float | None, ...] = ()
+    rewards: tuple[Finite | None, ...] = ()
     """None: every reward abstained, the rollout counts nowhere."""
     reward_parts: tuple[Mapping[str, float | None], ...] = ()
     """Unweighted value by reward name."""
@@ -165,10 +276,10 @@ class Group:
     """What rewards counted on the way, such as a judge's tokens."""
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
-    scoring_s: float = 0.0
+    scoring_s: Finite = 0.0
     """Seconds until its rewards were known, waiting for a free worker included."""
     num_retries: int = 0
-    """Times that the prompt was sent again because an engine's answer could not be right."""
+    """Most times that one of its rollouts was asked for again because an answer could not be right."""
 
     @property
     def trainable(self) -> list[int]:
@@ -245,7 +356,7 @@ class Batch:
     """float32 `[T]`"""
     rollout_logprobs: torch.Tensor
     """float32 `[T]`, the sampler's."""
-    temperature: float
+    temperature: Finite
     """Of the sampled distribution; the trainer's logprobs are taken at it too."""
     num_loss_tokens: int
     """Loss tokens of the whole optimizer step, over all batches and ranks."""

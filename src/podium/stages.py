@@ -6,14 +6,16 @@ A stage knows the records that it takes and gives, and nothing of where it runs:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from podium.observer import Observer
 from podium.records import (
     Answer,
     Batch,
+    EngineTraits,
     EvalReport,
     Group,
     LossOutput,
@@ -21,7 +23,6 @@ from podium.records import (
     Prompt,
     Request,
     RunState,
-    Sampling,
     StepGroups,
     StepReport,
     UpdateResult,
@@ -47,23 +48,31 @@ class Data(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What rollout asks: ids in, ids and logprobs out.
+OnTokens = Callable[[Sequence[int]], None]
+"""Called in the event loop with token ids that were written since the last call."""
 
-    Its class names the sync channels that reach it, best first, in `channels`. One that reads folders at a place of its
-    own has `weights_root`; one that goes on after the run has `outlives_run = True` and `claim(run_id, scope)`; one
-    that can keep its weights while answers are being written has `in_flight`, which is set where they may change; one
-    made of several has `score_each(token_ids)`; one that can show the tensors that it samples with has `held()`, or
-    `held_each()`, and each push is then proven to the last bit (model/evidence.py); one that has something to tell on
-    the way is given an `on_event`.
+
+class Engine(Protocol):
+    """Token ids in, token ids and logprobs out, one rollout per call.
+
+    Any number of requests may be under way at the same time, each with its own sampling; the engine batches whatever is
+    outstanding. Random numbers depend on the request's seed alone. Its constructor takes the policy and whether the
+    engine needs a snapshot of the weights, and by these names, where it has them: `compute_dtype`, the precision of the
+    trainer's matrix products; `overlaps`, whether it may write while the trainer steps; `in_flight`, whether weights
+    may change while it writes; `on_event`, which reports what happens to it.
     """
 
+    traits: EngineTraits
     policy_version: int | None
     """Of the weights that it holds; None before the first load."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        """An answer per request, each as soon as it is whole. May be called while another call goes on; closing the
-        iterator cancels what it asked for."""
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Awaitable[Answer]:
+        """The answer to one request. Cancelling the call frees what it occupied. `on_tokens` receives all tokens of the
+        answer, in one or several calls."""
+        ...
+
+    def release(self, name: str) -> None:
+        """The prefix group or episode of that name ends; an engine may free what it keeps for it."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -87,8 +96,13 @@ class RolloutStage(Protocol):
     """Stage 2. Prompts in, groups of rollouts out."""
 
     def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """Starts all prompts at once; groups arrive by ordinal."""
+        """Starts all prompts at once. Groups arrive by ordinal if the engine keeps order, otherwise once whole.
+        Closing the iterator gives up what is outstanding."""
         ...
+
+
+StartRollouts = Callable[[Sequence[Prompt]], AsyncIterator[Group]]
+"""`start` of a rollout stage."""
 
 
 class RewardFunction(Protocol):
@@ -241,17 +255,15 @@ class Stages:
     """What a runtime hands to the loop."""
 
     data: Data
-    rollout: RolloutStage
+    rollout: StartRollouts
     reward: RewardStage
     assign_advantages: Callable[[Sequence[Group]], list[Group]]
     filter: Callable[[Sequence[Group]], list[Group]]
     pack: Callable[[Sequence[Group]], list[Batch]]
-    trainer: Trainer
+    train: Callable[[Sequence[Batch]], Awaitable[UpdateResult]]
+    """`step` of a trainer."""
     sync: Sync
     checkpoint: Checkpoint
     report: ReportStage
     evaluation: Evaluation
-    stop_requested: Callable[[], bool]
-    """Whether a signal asked the run to end at the next safe point."""
-    event: Callable[..., None] = lambda kind, **details: None
-    """Takes what happened, for the event log."""
+    observer: Observer = field(default_factory=Observer)

@@ -27,10 +27,10 @@ def test_clip_cuts_on_both_sides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_positive_only_leaves_the_answers_that_beat_their_group(name: str) -> None:
+def test_a_lower_bound_of_0_leaves_the_answers_that_beat_their_group(name: str) -> None:
     first = DIFFERENCES[name][0]
-    assert FUNCTIONS[name](REWARDS, positive_only=True) == pytest.approx((first, 0.0, 0.0, 0.0), abs=1e-12)
-    assert FUNCTIONS[name](REWARDS, positive_only=True, clip=0.25) == [0.25, 0.0, 0.0, 0.0]
+    assert FUNCTIONS[name](REWARDS, clip=(0.0, 9.0)) == pytest.approx((first, 0.0, 0.0, 0.0), abs=1e-12)
+    assert FUNCTIONS[name](REWARDS, clip=(0.0, 0.25)) == [0.25, 0.0, 0.0, 0.0]
 
 
 def test_the_clip_is_of_the_advantage_and_not_of_the_difference() -> None:
@@ -39,7 +39,7 @@ def test_the_clip_is_of_the_advantage_and_not_of_the_difference() -> None:
 
 
 def test_rollouts_whose_advantage_became_0_stay_in_the_batch_and_its_denominators() -> None:
-    [group] = assign_advantages([make_group(REWARDS)], partial(grpo, std="none", positive_only=True))
+    [group] = assign_advantages([make_group(REWARDS)], partial(grpo, std="none", clip=(0.0, 9.0)))
     [batch] = pack([group], max_tokens_per_batch=99, temperature=1.0)
     # four answers of three tokens after a prompt of three
     assert (batch.num_rollouts, batch.num_loss_tokens) == (4, 12)

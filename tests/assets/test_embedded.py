@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from podium.engine.inprocess import Inprocess
 from podium.model.load import EMBEDDED, load_policy
 from podium.records import Answer, Request, Sampling
-from podium.settings import Model
+from podium.settings.tables import Model
 
 QUESTIONS = ["What is 37 + 48?", "What is 90 - 12?", "What is 11 - 80?"]
 
@@ -55,11 +55,10 @@ def prompts() -> list[list[int]]:
 
 def greedy_answers() -> list[Answer]:
     engine = Inprocess(load_policy(Model.model_validate({"device": "cpu", "lora": False}), seed=0))
-    requests = [Request(k, tuple(ids), (0,)) for k, ids in enumerate(prompts())]
+    sampling = Sampling(max_new_tokens=24, temperature=0, stop_ids=(2,))
 
     async def run() -> list[Answer]:
-        sampling = Sampling(max_new_tokens=24, temperature=0, stop_ids=(2,))
-        return [answer async for answer in engine.generate(requests, sampling)]
+        return list(await asyncio.gather(*(engine.generate(Request(tuple(ids), sampling, 0)) for ids in prompts())))
 
     return asyncio.run(run())
 
@@ -67,7 +66,7 @@ def greedy_answers() -> list[Answer]:
 def test_it_answers_in_the_form_that_the_reward_reads() -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     for question, answer in zip(QUESTIONS, greedy_answers(), strict=True):
-        text = tokenizer.decode(answer.token_ids[0], skip_special_tokens=True)
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         calculation, _, marked = text.partition("\n#### ")
         assert calculation.startswith(question.removeprefix("What is ").removesuffix("?") + " = ")
         assert calculation.endswith(f"= {int(marked)}")
@@ -83,12 +82,12 @@ def test_vllm_loads_it_and_gives_the_same_answers() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     for theirs, ours in zip(json.loads(line.removeprefix("ANSWERS ")), greedy_answers(), strict=True):
-        assert tuple(theirs["token_ids"]) == ours.token_ids[0]
-        assert theirs["logprobs"] == pytest.approx(ours.logprobs[0], abs=1e-3)
+        assert tuple(theirs["token_ids"]) == ours.token_ids
+        assert theirs["logprobs"] == pytest.approx(ours.logprobs, abs=1e-3)
 
 
 def make_small(out: Path, seed: int) -> bytes:
-    command = [sys.executable, "-m", "podium.assets.make_embedded", str(out), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tools.make_embedded", str(out), "--seed", str(seed)]
     subprocess.run(
         [*command, "--exact-steps", "3", "--careless-steps", "2"], check=True, capture_output=True, timeout=120
     )

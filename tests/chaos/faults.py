@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 
-import podium.checkpoint
-from podium.checkpoint_files import write_checkpoint
+import podium.run.checkpoint
 from podium.records import Prompt, Rollout
 from podium.reward.arithmetic import arithmetic
+from podium.run.checkpoint_files import write_checkpoint
 
 
 def kill_in_save() -> None:
@@ -24,7 +24,7 @@ def kill_in_save() -> None:
             threading.Thread(target=_die_after, args=(rng.uniform(0, 0.02),), daemon=True).start()
         return write_checkpoint(*args, **kwargs)
 
-    podium.checkpoint.write_checkpoint = write
+    podium.run.checkpoint.write_checkpoint = write
 
 
 def _die_after(seconds: float) -> None:

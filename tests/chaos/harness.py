@@ -1,39 +1,35 @@
-"""What the chaos tests share: the fork server's other end, small runs, and what must be equal in the end."""
+"""What the chaos tests share: commands with a mark, small runs, and what must be equal in the end."""
 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import ROOT, fork_server
+
 MARK = "PODIUM_CHAOS_RUN"
 """In the environment of every process that a job starts, to find what it leaves behind."""
 
+MANY_RESTARTS = {"podium.run.start:MAX_RESTARTS": 1000}
 
-class ForkServer:
-    """`mark` is in the environment of all that its jobs start."""
+
+def stalls_after(seconds: float) -> dict[str, float]:
+    """Constants of a job whose watchdog waits so long."""
+    return {"podium.run.watchdog:STALL_S": seconds, "podium.run.watchdog:SLOWEST_TOKEN_S": 0.0}
+
+
+class ChaosJobs:
+    """Commands one after the other; `mark` is in the environment of all that they start."""
 
     def __init__(self, scratch: Path) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._log = scratch / "jobs.log"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.fork_server"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._read() == {"ready": True}
+        fork_server()
 
     def run(self, *arguments: str, **job: Any) -> int:
         """The exit status of `podium ARGUMENTS`; negative for a signal."""
@@ -42,42 +38,20 @@ class ForkServer:
     def start(self, job: dict[str, Any]) -> Callable[[], int]:
         """Begins a job; what it returns waits for its end. `pid` is the job's."""
         self._log.unlink(missing_ok=True)
-        environment = {MARK: self.mark, **job.get("environment", {})}
-        self._write({"log": str(self._log), **job, "environment": environment})
-        self.pid = self._read()["pid"]
-        return lambda: self._read()["status"]
+        environment = os.environ | {MARK: self.mark, **job.get("environment", {})}
+        process = fork_server().start(
+            stdout=self._log,
+            stderr=self._log,
+            folder=ROOT,
+            **job | {"environment": environment, "constants": MANY_RESTARTS | job.get("constants", {})},
+        )
+        self.pid = process.pid
+        return process.wait
 
     @property
     def log(self) -> str:
         """The end of what the job printed."""
         return self._log.read_text()[-4000:] if self._log.exists() else ""
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _write(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the fork server is gone; {self.log}"
-        return json.loads(line)
-
-
-@contextmanager
-def fork_server(scratch: Path) -> Iterator[ForkServer]:
-    server = ForkServer(scratch)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def tiny_tables(folder: Path, **run: Any) -> dict[str, Any]:
@@ -88,7 +62,6 @@ def tiny_tables(folder: Path, **run: Any) -> dict[str, Any]:
             "steps": 8,
             "prompts_per_step": 2,
             "rollouts_per_prompt": 4,
-            "max_restarts": 1000,
             **run,
         },
         "model": {"name": "embedded", "device": "cpu"},
@@ -97,7 +70,7 @@ def tiny_tables(folder: Path, **run: Any) -> dict[str, Any]:
         "rollout": {"max_new_tokens": 24},
         "trainer": {"lr": 5e-4},
         "checkpoint": {"every": 1, "keep": 2},
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
     }
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from podium.checkpoint import FolderCheckpoint
 from podium.errors import PodiumError
-from podium.ledger import Ledger
 from podium.records import RunState
-from podium.run_folder import RunFolder
+from podium.run.checkpoint import FolderCheckpoint
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 
 
 class OneTensor:

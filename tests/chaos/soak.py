@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tests.chaos.harness import ForkServer, events, fork_server, tiny_tables, wait_until, write_tables
+from tests.chaos.harness import ChaosJobs, events, tiny_tables, wait_until, write_tables
 from tests.chaos.test_async import crash_and_account
 from tests.chaos.test_kills import SHARE_IN_SAVE, kill_again_and_again
 
@@ -44,7 +44,8 @@ def main() -> int:
     given = parser.parse_args()
     deadline = time.monotonic() + 60 * given.minutes
     print(f"seed {given.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="podium-soak-") as scratch, fork_server(Path(scratch)) as server:
+    with tempfile.TemporaryDirectory(prefix="podium-soak-") as scratch:
+        server = ChaosJobs(Path(scratch))
         count = kill_again_and_again(server, Path(scratch), given.kills, given.seeds, given.seed)
         print(f"kills: {count}", flush=True)
         is_good = count["in_save"] >= SHARE_IN_SAVE * count["kills"]
@@ -59,7 +60,7 @@ def main() -> int:
     return 0 if is_good else 1
 
 
-def learns_alike(server: ForkServer, scratch: Path, seed: int, rng: random.Random) -> bool:
+def learns_alike(server: ChaosJobs, scratch: Path, seed: int, rng: random.Random) -> bool:
     """The same reward with faults as without."""
     reached = {}
     for kind in ("clean", "under fire"):
@@ -93,9 +94,9 @@ def learning_tables(folder: Path, seed: int, engine: str | None) -> dict[str, An
     return tables | ({"engine": {"name": f"tests.chaos.parts:{engine}"}} if engine else {})
 
 
-def stays_flat(server: ForkServer, scratch: Path, deadline: float, min_steps: int) -> bool:
+def stays_flat(server: ChaosJobs, scratch: Path, deadline: float, min_steps: int) -> bool:
     """Memory and open files of one process over many steps with faults."""
-    tables = tiny_tables(scratch / "flat", steps=10**6, max_skipped_steps=10**6) | {
+    tables = tiny_tables(scratch / "flat", steps=10**6) | {
         "data": [{"name": "arithmetic", "max_rows": 2000}],
         "trainer": {"lr": 1e-7},  # so that it never has nothing left to learn
         "engine": {"name": "tests.chaos.parts:OftenFailingEngine"},

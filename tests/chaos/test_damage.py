@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from podium.checkpoint_files import FORMAT, find_damage
 from podium.errors import CheckpointError
-from tests.chaos.harness import ForkServer, events, tiny_tables, write_tables
+from podium.run.checkpoint_files import FORMAT, find_damage
+from tests.chaos.harness import ChaosJobs, events, tiny_tables, write_tables
 from tests.chaos.mini import make_run, restored
 
 FLIPS = 1000
 
 
 @pytest.fixture(scope="module")
-def real(shared_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def real(shared_server: ChaosJobs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run with two checkpoints."""
     folder = tmp_path_factory.mktemp("real") / "run"
     assert shared_server.run("train", write_tables(tiny_tables(folder, steps=2))) == 0, shared_server.log
@@ -63,7 +63,7 @@ def test_g11_a_changed_ledger_is_found_too(tmp_path: Path) -> None:
 
 
 def test_d2_a_damaged_newest_one_is_told_and_the_one_before_taken(
-    server: ForkServer, real: Path, tmp_path: Path
+    server: ChaosJobs, real: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(real, run)
@@ -101,7 +101,7 @@ def test_d7_a_checkpoint_of_a_later_format_is_refused_with_both_numbers(tmp_path
     place = tmp_path / "run" / "checkpoints" / "step-000001"
     state = place / "state.json"
     state.write_text(state.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
-    from podium.checkpoint_files import describe_file
+    from podium.run.checkpoint_files import describe_file
 
     manifest = {name: describe_file(place / name) for name in ("settings.toml", "state.json", "trainer.safetensors")}
     (place / "manifest.json").write_text(json.dumps(manifest, indent=1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import ForkServer, all_that_counts, events, tiny_tables, write_tables
+from tests.chaos.harness import ChaosJobs, all_that_counts, events, tiny_tables, write_tables
 
 STEPS = 7
 
@@ -16,14 +16,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "epochs of 3": {"data": [{"name": "arithmetic", "max_rows": 3}]},
     "epochs of 5": {"data": [{"name": "arithmetic", "max_rows": 5}]},
     "epochs of 8, full weights": {"data": [{"name": "arithmetic", "max_rows": 8}], "model": {"lora": False}},
-    "refilled": {"filter": {"refill": True, "max_refills": 2}},
-    "dropout": {"model": {"lora": {"dropout": 0.2}}},
+    "refilled": {"filter": {"refill": 2}},
+    "random loss": {"loss": {"name": "tests.chaos.parts:noisy_loss"}},
     "windows of 2": {"run": {"sync_every": 2}},
 }
 
 
 @pytest.fixture(scope="module")
-def whole(shared_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def whole(shared_server: ChaosJobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every variant in one go, with all its checkpoints kept."""
     scratch = tmp_path_factory.mktemp("whole")
     folders = {}
@@ -52,7 +52,7 @@ def test_there_are_a_hundred_cases() -> None:
 
 @pytest.mark.parametrize(("variant", "breaks"), cases(), ids=str)
 def test_g4_a_run_in_parts_equals_the_whole(
-    variant: str, breaks: tuple[int, ...], server: ForkServer, whole: dict[str, Path], tmp_path: Path
+    variant: str, breaks: tuple[int, ...], server: ChaosJobs, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole[variant], run)
@@ -66,7 +66,7 @@ def test_g4_a_run_in_parts_equals_the_whole(
 
 
 def test_r4_a_finished_run_has_nothing_to_do_and_says_so(
-    server: ForkServer, whole: dict[str, Path], tmp_path: Path
+    server: ChaosJobs, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(whole["epochs of 3"], tmp_path / "run")
     assert server.run("resume", str(tmp_path / "run")) == 0

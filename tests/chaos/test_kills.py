@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness import ForkServer, all_that_counts, events, leftovers, tiny_tables, write_tables
+from tests.chaos.harness import ChaosJobs, all_that_counts, events, leftovers, tiny_tables, write_tables
 
 KILLS = 100
 SHARE_IN_SAVE = 0.1
@@ -17,10 +17,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "full weights, windows of 2": {"run": {"sync_every": 2}, "model": {"lora": False}, "trainer": {"lr": 1e-4}},
     "moving reference": {
-        "model": {"reference": {"alpha": 0.5, "every": 2}, "lora": {"dropout": 0.1}},
-        "loss": {"kl_beta": 0.05},
+        "model": {"reference": {"alpha": 0.5, "every": 2}},
+        "loss": {"name": "tests.chaos.parts:noisy_loss", "kl_beta": 0.05},
     },
-    "worker rewards": {"reward": [{"name": "tests.chaos.faults:in_a_process"}], "scoring": {"workers": 1}},
+    "worker rewards": {"reward": [{"name": "tests.chaos.faults:in_a_process"}]},
 }
 
 
@@ -40,7 +40,7 @@ def is_inside_a_save(folder: Path, num_before: int) -> bool:
 class Victim:
     """A run that is killed again and again until it is through."""
 
-    def __init__(self, server: ForkServer, folder: Path, variant: str, seed: int) -> None:
+    def __init__(self, server: ChaosJobs, folder: Path, variant: str, seed: int) -> None:
         self._server, self.folder = server, folder
         self._settings = write_tables(tables_of(variant, folder, seed=seed))
 
@@ -53,7 +53,7 @@ class Victim:
         return self._server.run(*arguments, **job)
 
 
-def kill_again_and_again(server: ForkServer, scratch: Path, kills: int, seeds: int, seed: int) -> dict[str, int]:
+def kill_again_and_again(server: ChaosJobs, scratch: Path, kills: int, seeds: int, seed: int) -> dict[str, int]:
     """Counts of what happened; every run that was begun is brought to its end and compared."""
     rng = random.Random(seed)
     clean: dict[tuple[str, int], Any] = {}
@@ -89,7 +89,7 @@ def a_kill(rng: random.Random, duration: float) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-def test_g1_a_hundred_kills_at_random_moments_change_no_bit(server: ForkServer, tmp_path: Path) -> None:
+def test_g1_a_hundred_kills_at_random_moments_change_no_bit(server: ChaosJobs, tmp_path: Path) -> None:
     count = kill_again_and_again(server, tmp_path, KILLS, seeds=1, seed=20_26)
     assert count["kills"] >= KILLS
     assert count["in_save"] >= SHARE_IN_SAVE * count["kills"], count

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.harness import (
     ROOT,
-    ForkServer,
+    ChaosJobs,
     all_that_counts,
     events,
     left_behind,
@@ -34,7 +34,7 @@ def long_run(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("number", range(SIGNALS))
-def test_g5_a_signal_at_a_random_moment_costs_at_most_one_step(number: int, server: ForkServer, tmp_path: Path) -> None:
+def test_g5_a_signal_at_a_random_moment_costs_at_most_one_step(number: int, server: ChaosJobs, tmp_path: Path) -> None:
     rng = random.Random(number)
     run, kind = tmp_path / "run", rng.choice([signal.SIGTERM, signal.SIGINT])
     finish = server.start({"arguments": ["train", long_run(run)]})
@@ -55,7 +55,7 @@ def test_g5_a_signal_at_a_random_moment_costs_at_most_one_step(number: int, serv
         assert all_that_counts(run) == all_that_counts(tmp_path / "whole")
 
 
-def test_r6_a_signal_in_the_first_evaluation_does_not_make_it_count_twice(server: ForkServer, tmp_path: Path) -> None:
+def test_r6_a_signal_in_the_first_evaluation_does_not_make_it_count_twice(server: ChaosJobs, tmp_path: Path) -> None:
     held_out = {"data": [{"name": "arithmetic", "split": "held_out", "max_rows": 60}]}
     tables = tiny_tables(tmp_path / "run", steps=2) | {"eval": held_out}
     finish = server.start({"arguments": ["train", write_tables(tables)]})
@@ -69,15 +69,20 @@ def test_r6_a_signal_in_the_first_evaluation_does_not_make_it_count_twice(server
     assert all_that_counts(tmp_path / "run") == all_that_counts(tmp_path / "whole")
 
 
-def test_r6_when_the_grace_time_is_over_the_process_ends_as_it_is(server: ForkServer, tmp_path: Path) -> None:
+def test_r6_when_the_grace_time_is_over_the_process_ends_as_it_is(server: ChaosJobs, tmp_path: Path) -> None:
     slow = {"name": "tests.chaos.parts:EndlessTrainer"}
-    finish = server.start({"arguments": ["train", long_run(tmp_path / "run", trainer=slow, run={"grace_s": 1.0})]})
+    finish = server.start(
+        {
+            "arguments": ["train", long_run(tmp_path / "run", trainer=slow)],
+            "constants": {"podium.run.signals:GRACE_S": 1.0},
+        }
+    )
     wait_until(lambda: "fault: trains for ever" in server.log)
     started = time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
     assert finish() == 143
     assert 1.0 <= time.monotonic() - started < 30
-    assert "run.grace_s is over" in server.log
+    assert "the 1 s to stop are over" in server.log
 
 
 def test_r6_a_thread_that_is_stuck_does_not_keep_the_process(tmp_path: Path) -> None:
@@ -90,15 +95,20 @@ def test_r6_a_thread_that_is_stuck_does_not_keep_the_process(tmp_path: Path) -> 
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
-    assert "run.grace_s is over" not in process.stderr.read()
+    assert "s to stop are over" not in process.stderr.read()
     process.stderr.close()
     assert [event["step"] for event in events(tmp_path / "run", "committed")] == [2]  # sampling was given up at once
 
 
-def test_r6_a_second_signal_ends_it_at_once(server: ForkServer, tmp_path: Path) -> None:
+def test_r6_a_second_signal_ends_it_at_once(server: ChaosJobs, tmp_path: Path) -> None:
     """A training step that never ends: the first signal waits for it."""
     slow = {"name": "tests.chaos.parts:EndlessTrainer"}
-    finish = server.start({"arguments": ["train", long_run(tmp_path / "run", trainer=slow, run={"grace_s": 600.0})]})
+    finish = server.start(
+        {
+            "arguments": ["train", long_run(tmp_path / "run", trainer=slow)],
+            "constants": {"podium.run.signals:GRACE_S": 600.0},
+        }
+    )
     wait_until(lambda: "fault: trains for ever" in server.log)
     os.kill(server.pid, signal.SIGINT)
     wait_until(lambda: "stopping at the next safe point" in server.log)
@@ -110,11 +120,11 @@ def test_r6_a_second_signal_ends_it_at_once(server: ForkServer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
-def test_r12_children_die_with_the_driver(kind: int, server: ForkServer, tmp_path: Path) -> None:
+def test_r12_children_die_with_the_driver(kind: int, server: ChaosJobs, tmp_path: Path) -> None:
     """Reward workers and the command of a checkpoint."""
     reward = [{"name": "tests.chaos.faults:in_a_process"}]
     checkpoint = {"every": 1, "on_checkpoint": "echo sleeping; sleep 600"}
-    settings = long_run(tmp_path / "run", reward=reward, scoring={"workers": 1}, checkpoint=checkpoint)
+    settings = long_run(tmp_path / "run", reward=reward, checkpoint=checkpoint)
     finish = server.start({"arguments": ["train", settings]})
     wait_until(lambda: "sleeping" in server.log and events(tmp_path / "run", "trained"))
     assert len(left_behind(server.mark, timeout_s=0)) >= 2  # the template of the workers and the command are there

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from podium.errors import CheckpointError
-from tests.chaos.harness import ForkServer, leftovers, wait_until
+from tests.chaos.harness import ChaosJobs, leftovers, wait_until
 from tests.chaos.mini import make_run, one_step, restored
 
 CALLS = (
@@ -26,7 +26,7 @@ FAULTS = {"kill": "signal=SIGKILL", "full disk": "error=ENOSPC", "disk error": "
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
-def commit_under(server: ForkServer, run: Path, *options: str) -> tuple[int, str]:
+def commit_under(server: ChaosJobs, run: Path, *options: str) -> tuple[int, str]:
     """Exit status of one commit under strace, and strace's own account of it."""
     log = Path(f"{run}.strace")
     finish = server.start({"call": "tests.chaos.mini:step_when_told", "given": [str(run)]})
@@ -55,7 +55,7 @@ def calls_of(account: str) -> Counter[str]:
 
 
 @pytest.mark.timeout(900)
-def test_g2_every_file_call_of_a_commit_may_fail(server: ForkServer, tmp_path: Path) -> None:
+def test_g2_every_file_call_of_a_commit_may_fail(server: ChaosJobs, tmp_path: Path) -> None:
     make_run(str(tmp_path / "start"), 2)
     shutil.copytree(tmp_path / "start", tmp_path / "clean")
     status, account = commit_under(server, tmp_path / "clean", "-e", "trace=" + ",".join(CALLS))
@@ -84,7 +84,7 @@ def test_g2_every_file_call_of_a_commit_may_fail(server: ForkServer, tmp_path: P
     print(dict(found), dict(fired))
 
 
-def test_r3_a_kill_while_old_checkpoints_are_deleted_leaves_the_new_one(server: ForkServer, tmp_path: Path) -> None:
+def test_r3_a_kill_while_old_checkpoints_are_deleted_leaves_the_new_one(server: ChaosJobs, tmp_path: Path) -> None:
     make_run(str(tmp_path / "run"), 2)
     status, account = commit_under(server, tmp_path / "run", "-e", "inject=unlinkat:signal=SIGKILL:when=2")
     assert status == -9

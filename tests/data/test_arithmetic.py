@@ -1,10 +1,7 @@
 import zlib
 
-import pytest
-
 from podium.data.arithmetic import arithmetic
-from podium.errors import InputError
-from podium.lookup import validate_options
+from podium.data.sums import sums
 from podium.records import Row
 
 
@@ -40,7 +37,6 @@ def test_operations_choose_the_problems_and_neither_their_order_nor_their_number
     assert arithmetic(operations="-+-") == arithmetic(operations="+-")
 
 
-@pytest.mark.parametrize("operations", ["", "*", "+*", "plus"])
-def test_operations_that_it_does_not_know_are_refused(operations: str) -> None:
-    with pytest.raises(InputError, match=r"data\[0\]\.operations = "):
-        validate_options("data[0]", arithmetic, {"operations": operations})
+def test_sums_are_those_of_arithmetic() -> None:
+    assert sums() == arithmetic("+")
+    assert sums(split="held_out") == arithmetic("+", split="held_out")

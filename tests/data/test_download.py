@@ -8,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from podium.data import _download
 from podium.data.jsonl import jsonl
 from podium.errors import InputError
 
@@ -74,7 +73,7 @@ def test_rows_come_from_a_url_as_from_a_file(server: str, path: str) -> None:
         ("none", "/none': the server says 404 Not here"),
         ("broken-off", f"/broken-off' broke off after {len(ROWS):,} of {len(ROWS) + 7:,} bytes"),
         ("nonsense", "/nonsense' cannot be read: what?"),
-        ("bad-row", "/bad-row has 1 bad row; mend or remove it:\n  row 2: 'prompt' must be a text"),
+        ("bad-row", "/bad-row has 1 bad row; fix or remove it:\n  row 2: 'prompt' must be a text"),
     ],
 )
 def test_what_goes_wrong_at_a_server_is_told_in_one_message(server: str, path: str, complaint: str) -> None:
@@ -85,7 +84,7 @@ def test_what_goes_wrong_at_a_server_is_told_in_one_message(server: str, path: s
 
 
 def test_a_server_that_falls_silent_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_download, "STALL_S", 0.3)
+    monkeypatch.setattr("podium.data.jsonl.STALL_S", 0.3)
     started = time.monotonic()
     with pytest.raises(InputError, match=r"/silent': the server sent nothing for 0\.3 s"):
         jsonl(path=f"{server}/silent")
@@ -95,13 +94,13 @@ def test_a_server_that_falls_silent_is_given_up(server: str, monkeypatch: pytest
 def test_a_file_that_is_too_large_is_refused_whatever_the_server_says_of_its_length(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_download, "MAX_BYTES", 1000)
+    monkeypatch.setattr("podium.data.jsonl.MAX_BYTES", 1000)
     with pytest.raises(InputError, match="/unsaid' has more than 1,000 bytes; download it, cut it and give the file"):
         jsonl(path=f"{server}/unsaid")
 
 
 def test_a_download_has_a_time_limit(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_download, "MAX_S", 0.0)
+    monkeypatch.setattr("podium.data.jsonl.MAX_S", 0.0)
     with pytest.raises(InputError, match="/rows' was not read within 0 s"):
         jsonl(path=f"{server}/rows")
 

@@ -92,7 +92,7 @@ def test_bad_rows_are_told_with_their_numbers(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         hub(path=f"{tmp_path}/a.parquet")
     assert str(caught.value) == (
-        f"{tmp_path}/a.parquet (train) has 2 bad rows; mend or remove them:\n"
+        f"{tmp_path}/a.parquet (train) has 2 bad rows; fix or remove them:\n"
         "  row 2: 'prompt' must be a text that is not empty, not ' '\n"
         "  row 3: has none of 'messages', 'prompt', 'question'"
     )
@@ -157,7 +157,7 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.Monkey
     with pytest.raises(InputError) as caught:
         hub(path="nobody/has-this")
     assert str(caught.value) == (
-        "data.path = 'nobody/has-this' is no file or folder here and the hub cannot be reached"
+        "data.path = 'nobody/has-this' is not a file or folder here, and the hub cannot be reached"
     )
     assert time.monotonic() - started < 60  # retries of the hub's own library take minutes
 
@@ -169,7 +169,7 @@ def test_without_the_package_the_remedy_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_package_is_not_loaded_by_naming_the_source() -> None:
-    code = "import sys, podium.lookup; podium.lookup.find('data', 'hub'); print('datasets' in sys.modules)"
+    code = "import sys; from podium.settings.lookup import find; find('data', 'hub'); print('datasets' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 

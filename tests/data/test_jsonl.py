@@ -73,7 +73,7 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
         ({"prompt": "a" * 4_000_001}, "'prompt' has 4,000,001 characters; at most 4,000,000 are read"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "'messages' has no turn to answer"),
         ('{"prompt": "a", "answer": "\\udc00"}', "surrogates not allowed"),
-        ('{"prompt": "a", "answer": NaN}', "NaN is no JSON value"),
+        ('{"prompt": "a", "answer": NaN}', "NaN is not a JSON value"),
         ('{"prompt": "a", "answer": -1e999}', "the number -1e999 is too large"),
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "Exceeds the limit"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' is given twice"),
@@ -97,7 +97,7 @@ def test_a_bad_row_is_named_by_its_number(tmp_path: Path, bad: Any, complaint: s
     with pytest.raises(InputError) as caught:
         rows_of(tmp_path, {"prompt": "good"}, bad, {"prompt": "good"})
     head, only = str(caught.value).splitlines()
-    assert head == f"{tmp_path}/rows.jsonl has 1 bad row; mend or remove it:"
+    assert head == f"{tmp_path}/rows.jsonl has 1 bad row; fix or remove it:"
     assert only.startswith("  row 2: ")
     assert complaint in only
 

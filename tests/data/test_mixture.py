@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from podium.data._mixture import Source, make_pools
-from podium.data._order import OrderedData
+from podium.data.rows.order import OrderedData, Source, make_pools
 from podium.errors import InputError
 from podium.records import Plan, Row, RunState
-from podium.settings import Settings
+from podium.settings.tables import Settings
 from tests.builders import make_group
 from tests.data.test_order import CharacterTokenizer
 

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from podium.run import resume, train
-from podium.run_folder import RunFolder
-from podium.settings import Settings
+from podium.data.arithmetic import arithmetic
+from podium.records import Row
+from podium.run.folder import RunFolder
+from podium.run.start import resume, train
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
 
@@ -17,11 +19,15 @@ def drawn(folder: Path) -> list[tuple[int, str, str]]:
     return [(line["ordinal"], line["prompt"], line["text"]) for line in lines]
 
 
+def differences() -> list[Row]:
+    return arithmetic("-")
+
+
 def mixed(folder: Path, **run: Any) -> Settings:
     tables = small_tables(folder, **run)
     tables["data"] = [
-        {"name": "arithmetic", "operations": "+", "max_rows": 5, "weight": 1},
-        {"name": "arithmetic", "operations": "-", "max_rows": 4, "weight": 2},
+        {"name": "sums", "max_rows": 5, "weight": 1},
+        {"name": "tests.data.test_mixture_run:differences", "max_rows": 4, "weight": 2},
     ]
     return Settings.from_dict(tables)
 

@@ -7,7 +7,7 @@ import pytest
 
 from podium.data.reasoning_gym import INSTRUCTION, reasoning_gym
 from podium.errors import InputError
-from podium.lookup import validate_options
+from podium.settings.lookup import validate_options
 
 
 def test_a_row_is_the_tasks_question_with_the_instruction_below() -> None:

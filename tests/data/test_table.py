@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from podium.data._table import data_lines
+from podium.data.build import build_data, read_sources
+from podium.data.rows.table import data_lines
 from podium.model.load import EMBEDDED, load_policy
-from podium.runtime._build import build_data, read_sources
-from podium.settings import Settings
+from podium.settings.tables import Settings
 
 
 def lines_of(tables: list[dict[str, Any]], **others: Any) -> list[str]:
@@ -39,7 +39,7 @@ def test_each_source_has_a_line_with_its_counts_lengths_and_rewards(tmp_path: Pa
             {"name": "arithmetic", "max_rows": 9, "weight": 3},
         ]
     )
-    assert cells(head) == ["source", "rows", "kept", "dropped", "a pass", "prompt tokens", "rewards"]
+    assert cells(head) == ["source", "rows", "kept", "dropped", "epoch", "prompt tokens", "rewards"]
     assert set(rule.strip()) == {"─"}
     # 3 and 9 kept: 12 prompts a pass, a quarter and three quarters of them
     assert cells(first) == [

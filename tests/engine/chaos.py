@@ -4,8 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,18 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.commands import Process, fork_server
+
 SETTINGS = """
 [run]
 steps = 100000
 prompts_per_step = 8
 rollouts_per_prompt = 4
-max_skipped_steps = 100000
 [model]
 device = "cpu"
 [rollout]
 max_new_tokens = 48
 [trainer]
-lr = 5e-4
+lr = 1e-7
 [checkpoint]
 every = 0
 [[reward]]
@@ -41,7 +40,7 @@ class Run:
 
     folder: Path
     tmp: Path
-    process: subprocess.Popen[bytes]
+    process: Process
     stderr: Path
     kills: list[dict[str, Any]] = field(default_factory=list)
     _events: list[dict[str, Any]] = field(default_factory=list)
@@ -118,12 +117,14 @@ class Run:
         return len(list((self.folder / "rollouts").glob("step-*.jsonl")))
 
     def processes(self) -> list[int]:
-        """All that have this run's temporary folder in their environment, or files open in it: a process that writes a
-        title for itself writes over its environment."""
+        """The driver, and all that have this run's temporary folder in their environment, or files open in it: a
+        process that writes a title for itself writes over its environment."""
+        driver = self.process.pid if self.process.poll() is None else None
         mark, found = f"TMPDIR={self.tmp}".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if mark in (process / "environ").read_bytes() or _has_open(process, self.tmp):
+                is_one = mark in (process / "environ").read_bytes() or _has_open(process, self.tmp)
+                if is_one or int(process.name) == driver:
                     found.append(int(process.name))
         return found
 
@@ -161,13 +162,14 @@ def a_run(folder: Path, *flags: str, settings: str = SETTINGS) -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.toml").write_text(settings)
     with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as tmp:
-        environment = os.environ | {"TMPDIR": tmp, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "podium.cli", "train", str(folder / "settings.toml"), "--quiet"]
-        with (folder / "stderr").open("wb") as stderr:
-            process = subprocess.Popen(
-                [*command, f"--run.folder={folder / 'run'}", *flags], stderr=stderr, stdout=stderr, env=environment
-            )
-        run = Run(folder / "run", Path(tmp), process, folder / "stderr")
+        stderr = folder / "stderr"
+        process = fork_server().start(
+            *("train", str(folder / "settings.toml"), "--quiet", f"--run.folder={folder / 'run'}", *flags),
+            stdout=stderr,
+            stderr=stderr,
+            environment=os.environ | {"TMPDIR": tmp},
+        )
+        run = Run(folder / "run", Path(tmp), process, stderr)
         try:
             yield run
         finally:

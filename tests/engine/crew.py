@@ -1,17 +1,15 @@
 """A pool's inside on fake workers: what the tests of its rules work with."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from podium.engine._pool.dispatch import Dispatch, Terms
-from podium.engine._pool.health import Pulse
-from podium.engine._pool.members import Limit, Members
-from podium.engine._pool.supervisor import Rules, Supervisor, Weights
+from podium.engine.members.engine_pool import EnginePool, Weights
 from podium.errors import EngineError
-from podium.records import Answer, Request, Sampling
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.remote.pool import Rules
 
 RULES: dict[str, Any] = {
     "replicas": (2, 2),
@@ -20,14 +18,10 @@ RULES: dict[str, Any] = {
     "start_s": 5.0,
     "recovery_s": 5.0,
     "idle_s": 0.3,
-    "tolerance": 1e-3,
-}
-TERMS: dict[str, Any] = {
-    "prompts_per_request": 1,
-    "in_order": False,
     "max_redispatches": 2,
     "request_s": 5.0,
-    "busy_s": 1.0,
+    "kind": "engines",
+    "error": EngineError,
 }
 
 
@@ -37,31 +31,29 @@ class FakeWorker:
     def __init__(self, name: str) -> None:
         self.name, self.pid, self.engine = name, 1, self
         self.policy_version: int | None = None
-        self.asked: list[list[int]] = []
-        """Keys of each request."""
+        self.asked: list[int] = []
+        """The seed of each request."""
         self.has_ended = False
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.logprob = -1.0
         self.takes: Callable[[int], int | Exception] = lambda version: version
         """The version that a load leaves, or how it fails."""
         self.seconds = 0.0
-        """A prompt takes so long."""
+        """A rollout takes so long."""
         self.fails: Callable[[], Exception | None] = lambda: None
         """Asked before each answer."""
         self.is_frozen = False
         self.loading = 0
         self.most_loading = 0
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        if sampling.max_new_tokens > 1:  # not a heartbeat
-            self.asked.append([request.key for request in requests])
-        for request in requests:
-            await asyncio.sleep(self.seconds if not self.is_frozen else 1e6)
-            if sampling.max_new_tokens > 1 and (failure := self.fails()):
-                raise failure
-            versions = ((self.policy_version or 0,) * 2,) * len(request.seeds)
-            ids = tuple((seed,) for seed in request.seeds)
-            yield Answer(request.key, ids, ((-0.5,),) * len(ids), ("stop",) * len(ids), versions)
+    async def generate(self, request: Request) -> Answer:
+        is_heartbeat = request.sampling.max_new_tokens == 1
+        if not is_heartbeat:
+            self.asked.append(request.seed)
+        await asyncio.sleep(self.seconds if not self.is_frozen else 1e6)
+        if not is_heartbeat and (failure := self.fails()):
+            raise failure
+        return Answer((request.seed,), (-0.5,), "stop", (self.policy_version or 0,) * 2)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [self.logprob] * (len(token_ids) - 1)
@@ -92,39 +84,58 @@ class FakeWorker:
         self.death.set_result("its process was killed by SIGKILL")
 
 
+class FakePool(EnginePool):
+    """Of fake workers, in the event loop of its caller; `prepare` is given each worker before it serves."""
+
+    def __init__(self, prepare: Callable[[FakeWorker], None], *settings: Any) -> None:
+        super().__init__(*settings)
+        self._thread._loop = asyncio.get_running_loop()
+        self.workers: list[FakeWorker] = []
+        self.prepare, self.pool = prepare, self._pool
+
+    async def push(self, version: int) -> None:
+        await self._thread.call(self._push(Weights(Path(f"v{version}"), version)))
+
+    def _start(self) -> None:
+        self._pool.start(self._launch)
+
+    async def _launch(self, name: str) -> FakeWorker:
+        worker = FakeWorker(name)
+        self.workers.append(worker)
+        self.prepare(worker)
+        return worker
+
+
 class Crew:
-    """`prepare` is given each worker before it is started, and may raise."""
+    """`prepare` is given each worker before it is started, and may raise. `keeps_order`: of the members, for the rules
+    that depend on it."""
 
     def __init__(
         self,
         prepare: Callable[[FakeWorker], None] = lambda worker: None,
         rules: dict[str, Any] | None = None,
-        terms: dict[str, Any] | None = None,
         concurrency: int | None = 8,
         frozen_s: float = 0.3,
         stalled_s: float = 1.0,
+        keeps_order: bool = False,
     ) -> None:
         self.events: list[dict[str, Any]] = []
-        self.workers: list[FakeWorker] = []
-        self._prepare = prepare
-        self.members = Members()
-        rule = Rules(**(RULES | (rules or {})))
-        pulse = Pulse(frozen_s, stalled_s)
-        self.supervisor = Supervisor(self.members, rule, pulse, lambda: Limit(concurrency), self._note)
-        self.dispatch = Dispatch(self.members, Terms(**(TERMS | (terms or {}))), self._note)
+        rule = Rules(frozen_s=frozen_s, **(RULES | (rules or {})))
+        traits = replace(EnginePool.traits, keeps_order=keeps_order)
+        self.engine = FakePool(prepare, rule, traits, concurrency, stalled_s, self._note)
+        self.workers, self.pool, self.members = self.engine.workers, self.engine.pool, self.engine.pool.members
 
     async def __aenter__(self) -> "Crew":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.supervisor.close()
+        await self.pool.close()
 
     async def push(self, version: int) -> None:
-        begin = partial(self.supervisor.start, self._launch, [])
-        await self.supervisor.push(Weights(Path(f"v{version}"), version), begin)
+        await self.engine.push(version)
 
     async def generate(self, count: int, rollouts: int = 2) -> list[Answer]:
-        return [answer async for answer in self.dispatch.generate(a_call(count, rollouts), Sampling())]
+        return await asyncio.gather(*(self.engine.generate(request) for request in a_step(count, rollouts)))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
@@ -134,18 +145,21 @@ class Crew:
             while not holds():
                 await asyncio.sleep(0.01)
 
-    async def _launch(self, name: str) -> FakeWorker:
-        worker = FakeWorker(name)
-        self.workers.append(worker)
-        self._prepare(worker)
-        return worker
-
     def _note(self, kind: str, **details: Any) -> None:
         self.events.append({"event": kind, **details})
 
 
-def a_call(count: int, rollouts: int = 2) -> list[Request]:
-    return [Request(key, (1, 2), tuple(range(10 * key, 10 * key + rollouts))) for key in range(count)]
+def a_step(count: int, rollouts: int = 2) -> list[Request]:
+    """The requests of so many prompts. Rollout k of prompt p has seed 10 p + k."""
+    return [
+        Request((1, 2), Sampling(), 10 * prompt + k, PrefixGroup(f"train/{prompt}", rollouts))
+        for prompt in range(count)
+        for k in range(rollouts)
+    ]
+
+
+def seeds(count: int, rollouts: int = 2) -> list[int]:
+    return [request.seed for request in a_step(count, rollouts)]
 
 
 def crash(worker: FakeWorker) -> None:

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from podium.engine._cuda.adapted import AdaptedLinear
+from podium.engine.cuda.adapted import AdaptedLinear
 from podium.model.products import ExactLinear
 
 

@@ -1,19 +1,23 @@
 """The in-process engine on the real embedded model."""
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 
-from podium.engine._slots import widen
+from podium.engine.decoding.plain import PlainDecoder
+from podium.engine.decoding.slots import widen
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.device_thread import SHARED
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
-from podium.records import Answer, Request, Sampling
-from podium.settings import Model
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model
 
 EOS = 2
@@ -28,28 +32,38 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(policy().tokenizer.encode(f"<s>{text}\n"))
 
 
-def requests(count: int = 5, rollouts: int = 4) -> list[Request]:
-    """Prompts of different lengths."""
+SAMPLING = Sampling(max_new_tokens=24, stop_ids=(EOS,))
+
+
+def group(name: int, token_ids: tuple[int, ...], seeds: Iterable[int], sampling: Sampling = SAMPLING) -> list[Request]:
+    """The requests of one prompt, one per seed."""
+    seeds = tuple(seeds)
+    return [Request(token_ids, sampling, seed, PrefixGroup(f"train/{name}", len(seeds))) for seed in seeds]
+
+
+def requests(count: int = 5, rollouts: int = 4, sampling: Sampling = SAMPLING) -> list[Request]:
+    """Rollouts of prompts of different lengths."""
     texts = ["What is 37 + 48?", "What is 10 - 99?", "37 + 48", "What is 12 + 13? Please.", "2"]
-    return [Request(k, ids_of(texts[k % 5]), tuple(range(k * 100, k * 100 + rollouts))) for k in range(count)]
+    groups = [group(k, ids_of(texts[k % 5]), range(k * 100, k * 100 + rollouts), sampling) for k in range(count)]
+    return [request for each in groups for request in each]
 
 
-def generate(engine: Inprocess, asked: list[Request], sampling: Sampling) -> list[Answer]:
+def generate(engine: Inprocess, asked: list[Request]) -> list[Answer]:
     async def run() -> list[Answer]:
-        return [answer async for answer in engine.generate(asked, sampling)]
+        return list(await asyncio.gather(*(engine.generate(request) for request in asked)))
 
     return asyncio.run(run())
 
 
-SAMPLING = Sampling(max_new_tokens=24, stop_ids=(EOS,))
+def assert_scored(model: Any, asked: list[Request], answers: list[Answer]) -> None:
+    """The sampled logprobs are those of a plain forward pass."""
+    for request, answer in zip(asked, answers, strict=True):
+        expected = sequence_logprobs(model, [*request.token_ids, *answer.token_ids])[len(request.token_ids) - 1 :]
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_sampled_logprobs_equal_the_trainers() -> None:
-    answers = generate(Inprocess(policy()), requests(), SAMPLING)
-    for request, answer in zip(requests(), answers, strict=True):
-        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-            expected = sequence_logprobs(policy().model, [*request.token_ids, *ids])[len(request.token_ids) - 1 :]
-            assert logprobs == pytest.approx(expected, abs=1e-4)
+    assert_scored(policy().model, requests(), generate(Inprocess(policy()), requests()))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -57,75 +71,165 @@ def test_sampled_logprobs_equal_the_trainers_for_other_architectures(shape: str)
     """Grouped queries, normed queries, sliding windows shorter than the answer."""
     model = a_model(shape)
     other = Policy(model, twin_of(model), None, None, (), 64, torch.device("cpu"), "")
-    asked = [Request(k, tuple(range(3, 5 + 3 * k)), (k, k + 100)) for k in range(3)]
-    answers = generate(Inprocess(other), asked, Sampling(max_new_tokens=20))
-    for request, answer in zip(asked, answers, strict=True):
-        for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-            expected = sequence_logprobs(model, [*request.token_ids, *ids])[len(request.token_ids) - 1 :]
-            assert logprobs == pytest.approx(expected, abs=1e-4)
+    twenty = Sampling(max_new_tokens=20)
+    asked = [each for k in range(3) for each in group(k, tuple(range(3, 5 + 3 * k)), (k, k + 100), twenty)]
+    assert_scored(model, asked, generate(Inprocess(other), asked))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.4])
 def test_logprobs_are_tempered(temperature: float) -> None:
     sampling = Sampling(max_new_tokens=6, temperature=temperature, stop_ids=(EOS,))
-    [answer] = generate(Inprocess(policy()), requests(1, 1), sampling)
+    [answer] = generate(Inprocess(policy()), requests(1, 1, sampling))
     prompt = requests(1)[0].token_ids
     with torch.no_grad():
-        all_ = policy().twin(torch.tensor([[*prompt, *answer.token_ids[0]]])).logits[0] / temperature
-    expected = [float(all_[len(prompt) - 1 + t].log_softmax(-1)[token]) for t, token in enumerate(answer.token_ids[0])]
-    assert answer.logprobs[0] == pytest.approx(expected, abs=1e-4)
+        all_ = policy().twin(torch.tensor([[*prompt, *answer.token_ids]])).logits[0] / temperature
+    expected = [float(all_[len(prompt) - 1 + t].log_softmax(-1)[token]) for t, token in enumerate(answer.token_ids)]
+    assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 4, 9, 512])
 def test_rollouts_do_not_depend_on_how_many_are_written_at_once(concurrency: int) -> None:
     """Slots leave, join and are moved; each rollout stays what its seed makes it."""
-    expected = generate(Inprocess(policy()), requests(9), SAMPLING)
-    found = generate(Inprocess(policy(), concurrency=concurrency), requests(9), SAMPLING)
+    expected = generate(Inprocess(policy()), requests(9))
+    found = generate(Inprocess(policy(), concurrency=concurrency), requests(9))
+    assert_same(found, expected)
+
+
+def assert_same(found: list[Answer], expected: list[Answer]) -> None:
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     for a, b in zip(found, expected, strict=True):
-        assert sum(a.logprobs, ()) == pytest.approx(sum(b.logprobs, ()), abs=1e-4)
+        assert a.finish_reason == b.finish_reason
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_answers_come_in_the_order_of_the_requests() -> None:
-    assert [answer.key for answer in generate(Inprocess(policy()), requests(9), SAMPLING)] == list(range(9))
+MIXED = [
+    Sampling(max_new_tokens=24, stop_ids=(EOS,)),
+    Sampling(max_new_tokens=9, temperature=0, stop_ids=(EOS,)),
+    Sampling(max_new_tokens=17, temperature=0.7, stop_ids=(EOS, 22)),
+    Sampling(max_new_tokens=24, top_p=0.8, stop_ids=(EOS,)),
+    Sampling(max_new_tokens=5, top_k=3),
+    Sampling(max_new_tokens=1),
+]
+
+
+def mixed() -> list[Request]:
+    """Each rollout of a group with a sampling of its own."""
+    return [replace(each, sampling=MIXED[k % len(MIXED)]) for k, each in enumerate(requests(9))]
+
+
+def test_each_request_is_answered_by_its_own_sampling_whatever_is_written_beside_it() -> None:
+    engine = Inprocess(policy())
+    alone = [generate(engine, [request])[0] for request in mixed()]
+    assert_same(generate(Inprocess(policy(), concurrency=10), mixed()), alone)
+
+
+def test_a_cancelled_request_leaves_the_others_as_they_are() -> None:
+    engine, asked = Inprocess(policy()), requests(4, 4, Sampling(max_new_tokens=60))
+    expected = generate(engine, asked)
+
+    async def run() -> list[Answer]:
+        calls = [asyncio.create_task(engine.generate(request)) for request in asked]
+        await asyncio.sleep(0.01)
+        for call in calls[::3]:
+            call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended[::3])
+        return [each for each in ended if isinstance(each, Answer)]
+
+    assert_same(asyncio.run(run()), [answer for k, answer in enumerate(expected) if k % 3])
+    assert_same(generate(engine, asked), expected)  # nothing of the cancelled ones is left
+
+
+def test_a_listener_hears_every_token_once_and_in_order() -> None:
+    heard: list[list[int]] = []
+    [request] = requests(1, 1, Sampling(max_new_tokens=30))
+    answer = asyncio.run(Inprocess(policy()).generate(request, lambda ids: heard.append(list(ids))))
+    assert [i for some in heard for i in some] == list(answer.token_ids)
+    assert len(heard) > 1
+
+
+def test_a_listener_that_fails_fails_its_own_request_only() -> None:
+    engine, asked = Inprocess(policy()), requests(2, 2)
+
+    def fail(ids: Any) -> None:
+        raise ValueError("a listener's own")
+
+    async def run() -> list[Any]:
+        calls = [engine.generate(asked[0], fail), *(engine.generate(request) for request in asked[1:])]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    first, *others = asyncio.run(run())
+    assert isinstance(first, ValueError)
+    assert_same(others, generate(engine, asked)[1:])
+
+
+def test_what_fails_on_the_device_fails_every_request_and_the_next_ones_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Inprocess(policy())
+    expected = generate(engine, requests())
+    with monkeypatch.context() as broken:
+        broken.setattr(PlainDecoder, "_advance", lambda *_: 1 / 0)
+
+        async def run() -> list[Any]:
+            return list(await asyncio.gather(*map(engine.generate, requests()), return_exceptions=True))
+
+        assert {type(each) for each in asyncio.run(run())} == {ZeroDivisionError}
+    assert_same(generate(engine, requests()), expected)
+
+
+def test_requests_that_arrive_later_join_the_batch() -> None:
+    rows = []
+    engine = Inprocess(policy())
+    hook = engine._model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+
+    async def run() -> None:
+        first = asyncio.create_task(engine.generate(requests(1, 1, Sampling(max_new_tokens=400))[0]))
+        while not rows:
+            await asyncio.sleep(0.001)
+        await asyncio.gather(first, *(engine.generate(each) for each in requests(2, 3)[1:]))
+
+    try:
+        asyncio.run(run())
+    finally:
+        hook.remove()
+    assert (6, 1) in rows  # one step serves both callers
 
 
 def test_greedy_equals_transformers_generate() -> None:
     greedy = Sampling(max_new_tokens=24, temperature=0, stop_ids=(EOS,))
-    answers = generate(Inprocess(policy()), requests(5, 1), greedy)
-    for request, answer in zip(requests(5), answers, strict=True):
+    answers = generate(Inprocess(policy()), requests(5, 1, greedy))
+    for request, answer in zip(requests(5, 1), answers, strict=True):
         prompt = torch.tensor([request.token_ids])
         out = policy().twin.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
-        assert list(answer.token_ids[0]) == out[0, prompt.shape[1] :].tolist()
+        assert list(answer.token_ids) == out[0, prompt.shape[1] :].tolist()
 
 
 def test_the_stop_token_is_kept_and_nothing_after_it() -> None:
-    answers = generate(Inprocess(policy()), requests(9, 8), Sampling(max_new_tokens=40, stop_ids=(EOS,)))
-    rollouts = [(ids, reason) for a in answers for ids, reason in zip(a.token_ids, a.finish_reasons, strict=True)]
-    stopped = [ids for ids, reason in rollouts if reason == "stop"]
+    answers = generate(Inprocess(policy()), requests(9, 8, Sampling(max_new_tokens=40, stop_ids=(EOS,))))
+    stopped = [answer.token_ids for answer in answers if answer.finish_reason == "stop"]
     assert stopped
     assert all(ids[-1] == EOS and EOS not in ids[:-1] for ids in stopped)
     assert len({len(ids) for ids in stopped}) > 1  # they ended at different moments of one batch
 
 
 def test_an_answer_that_is_too_long_is_cut_and_says_so() -> None:
-    [answer] = generate(Inprocess(policy()), requests(1), Sampling(max_new_tokens=3, stop_ids=(EOS,)))
-    assert [len(ids) for ids in answer.token_ids] == [3] * 4
-    assert answer.finish_reasons == ("length",) * 4
+    answers = generate(Inprocess(policy()), requests(1, 4, Sampling(max_new_tokens=3, stop_ids=(EOS,))))
+    assert [(len(answer.token_ids), answer.finish_reason) for answer in answers] == [(3, "length")] * 4
 
 
 def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
     newline = policy().tokenizer.encode("\n")[0]
-    [answer] = generate(Inprocess(policy()), requests(1, 1), Sampling(max_new_tokens=200, stop_ids=(newline,)))
-    length = len(answer.token_ids[0])
-    [again] = generate(Inprocess(policy()), requests(1, 1), Sampling(max_new_tokens=length, stop_ids=(newline,)))
-    assert again.finish_reasons == ("stop",)
+    [answer] = generate(Inprocess(policy()), requests(1, 1, Sampling(max_new_tokens=200, stop_ids=(newline,))))
+    length = len(answer.token_ids)
+    [again] = generate(Inprocess(policy()), requests(1, 1, Sampling(max_new_tokens=length, stop_ids=(newline,))))
+    assert again.finish_reason == "stop"
     assert again.token_ids == answer.token_ids
 
 
 def test_no_stop_ids_means_length_only() -> None:
-    [answer] = generate(Inprocess(policy()), requests(1), Sampling(max_new_tokens=30))
-    assert [len(ids) for ids in answer.token_ids] == [30] * 4
+    answers = generate(Inprocess(policy()), requests(1, 4, Sampling(max_new_tokens=30)))
+    assert [len(answer.token_ids) for answer in answers] == [30] * 4
 
 
 def test_the_prompt_of_a_group_goes_through_the_model_once() -> None:
@@ -139,7 +243,7 @@ def test_the_prompt_of_a_group_goes_through_the_model_once() -> None:
         )
     )
     try:
-        generate(engine, requests(3, 8), SAMPLING)
+        generate(engine, requests(3, 8))
     finally:
         hook.remove()
     assert rows[0][0] == 3  # three prompts for 24 rollouts
@@ -158,7 +262,7 @@ def test_finished_rollouts_leave_the_batch() -> None:
     engine = Inprocess(policy())
     rows.clear()
     try:
-        generate(engine, requests(9, 8), Sampling(max_new_tokens=60, stop_ids=(EOS,)))
+        generate(engine, requests(9, 8, Sampling(max_new_tokens=60, stop_ids=(EOS,))))
     finally:
         hook.remove()
     assert rows[1] == 72
@@ -173,21 +277,21 @@ def test_positions_never_pass_the_end_of_an_answer() -> None:
         lambda module, args, kwargs: largest.append(int(kwargs["position_ids"].max())), with_kwargs=True
     )
     try:
-        generate(engine, requests(9, 4), Sampling(max_new_tokens=24, stop_ids=(EOS,)))
+        generate(engine, requests(9, 4))
     finally:
         hook.remove()
     assert max(largest) < max(len(request.token_ids) for request in requests(9)) + 24
 
 
 def test_prompts_of_one_token_and_answers_of_one_token() -> None:
-    asked = [Request(k, (40 + k,), (k, k + 9)) for k in range(3)]
-    for answer in generate(Inprocess(policy()), asked, Sampling(max_new_tokens=1, stop_ids=(EOS,))):
-        assert [len(ids) for ids in answer.token_ids] == [1, 1]
+    one = Sampling(max_new_tokens=1, stop_ids=(EOS,))
+    asked = [each for k in range(3) for each in group(k, (40 + k,), (k, k + 9), one)]
+    assert [len(answer.token_ids) for answer in generate(Inprocess(policy()), asked)] == [1] * 6
 
 
 def test_a_model_that_it_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Inprocess._logits
-    monkeypatch.setattr(Inprocess, "_logits", lambda self, hidden: real(self, hidden) * 1.1)
+    real = PlainDecoder.logits
+    monkeypatch.setattr(PlainDecoder, "logits", lambda self, hidden: real(self, hidden) * 1.1)
     with pytest.raises(InputError, match="cannot decode this architecture"):
         Inprocess(policy())
 
@@ -273,19 +377,20 @@ def test_another_call_gets_its_turn_while_a_long_batch_is_written() -> None:
     engine = Inprocess(policy())
     order: list[str] = []
 
-    async def call(name: str, asked: list[Request], sampling: Sampling) -> None:
-        async for _ in engine.generate(asked, sampling):
-            order.append(name)
+    async def call(name: str, asked: list[Request]) -> None:
+        await asyncio.gather(*map(engine.generate, asked))
+        order.append(name)
 
     async def both() -> None:
-        long = asyncio.create_task(call("long", requests(6, 8), Sampling(max_new_tokens=200)))
+        long = asyncio.create_task(call("long", requests(6, 8, Sampling(max_new_tokens=200))))
         await asyncio.sleep(0.05)
-        await call("short", requests(1, 1), Sampling(max_new_tokens=1))
+        await call("short", requests(1, 1, Sampling(max_new_tokens=1)))
+        await engine.score((5, 6, 7))
         assert order == ["short"]
         await long
 
     asyncio.run(both())
-    assert order == ["short", *["long"] * 6]
+    assert order == ["short", "long"]
 
 
 def test_new_room_in_the_cache_holds_nothing_that_could_come_through_a_mask() -> None:

@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from podium.engine._packed import PackedLinear, pack_layers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from podium.engine import _packed
-from podium.engine._packed import PackedLinear, pack_layers
+from podium.engine.decoding import packed
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import EMBEDDED, Policy, load_policy
-from podium.records import Request, Sampling
-from podium.runtime._memory import memory_plan
-from podium.settings import Model
+from podium.records import Sampling
+from podium.runtime.wiring.memory import memory_plan
+from podium.settings.tables import Model
+from tests.engine.test_inprocess import generate, group
 from tests.runtime.test_memory import policy_of, settings_of
 
 PROBE = list(range(3, 20))
 
-pytestmark = pytest.mark.skipif(not _packed._can_pack(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not packed._can_pack(), reason="this torch has no oneDNN")
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +89,9 @@ def test_each_load_packs_the_weights_as_they_are_then(folder: Path, lora: Any, s
 def assert_written_as_trained(engine: Inprocess, policy: Policy) -> None:
     """The logprobs of what it samples are the trainer's."""
 
-    async def written() -> Any:
-        sampling = Sampling(max_new_tokens=8)
-        return [answer async for answer in engine.generate([Request(0, tuple(PROBE), (1, 2, 3))], sampling)]
-
-    [answer] = asyncio.run(written())
-    for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-        expected = sequence_logprobs(policy.model, [*PROBE, *ids])[len(PROBE) - 1 :]
-        assert logprobs == pytest.approx(expected, abs=1e-4)
+    for answer in generate(engine, group(0, tuple(PROBE), (1, 2, 3), Sampling(max_new_tokens=8))):
+        expected = sequence_logprobs(policy.model, [*PROBE, *answer.token_ids])[len(PROBE) - 1 :]
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
     assert asyncio.run(engine.score(PROBE)) == pytest.approx(sequence_logprobs(policy.model, PROBE), abs=1e-4)
 
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import podium.engine.pool as pool_module
-from podium.engine._pool.keeper import PoolFolder, hold, sweep
-from podium.engine._pool.thread import PoolThread
+from podium.engine.members.folder import PoolFolder, hold, sweep
 from podium.engine.pool import Pool
 from podium.errors import EngineError, InputError, ParityError
 from podium.model import device_thread
 from podium.model.handoff import manifest_of, publish, read_published, remove_published
 from podium.model.load import load_policy
-from podium.run import train
-from podium.settings import Model, Settings
-from podium.sync._probe import Noise, check_parity
+from podium.records import EngineTraits
+from podium.remote.loop_thread import LoopThread
+from podium.run.start import train
+from podium.settings.tables import Model, Settings
+from podium.sync._delivery import Noise, check_parity
 from tests.conftest import small_tables
 
 
@@ -74,7 +75,7 @@ def test_a_run_learns_as_it_does_in_process(tmp_path: Path, lora: bool) -> None:
 
 
 def test_an_answer_to_whoever_is_gone_is_no_error_of_the_pool_s_thread(caplog: pytest.LogCaptureFixture) -> None:
-    thread = PoolThread()
+    thread = LoopThread()
 
     async def late() -> None:
         loop = asyncio.get_running_loop()
@@ -89,17 +90,19 @@ def test_an_answer_to_whoever_is_gone_is_no_error_of_the_pool_s_thread(caplog: p
     assert "a mistake" in str(told.exc_info and told.exc_info[1])
 
 
-def test_nothing_starts_before_weights_are_handed_over() -> None:
+def test_no_worker_starts_before_weights_are_handed_over_and_a_pool_that_got_none_leaves_nothing() -> None:
     policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
     pool = Pool(policy)
+    assert not pool._pool.replicas
     pool.close()
-    assert pool._folder is None
+    assert not pool._folder.path.exists()
 
 
 class Several:
     """Two members, one of them with other weights."""
 
     policy_version = 3
+    traits = EngineTraits(channels=("disk",), has_members=True)
 
     async def score_each(self, token_ids: Any) -> dict[str, list[float]]:
         return {"worker-1.1": [-1.0, -1.0], "worker-2.4": [-1.0, -1.5]}
@@ -149,12 +152,12 @@ def test_held_weights_outlive_the_published_ones(tmp_path: Path) -> None:
 def test_the_workers_share_the_threads_of_the_runs_team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
 
-    class Seen(pool_module.Keeper):
-        def __init__(self, folder: Path, told: dict[str, Any], start_s: float) -> None:
-            given.append(told["threads"])
-            super().__init__(folder, told, start_s)
+    class Seen(pool_module.ForkServer):
+        def __init__(self, recipe: str, arguments: dict[str, Any], **options: Any) -> None:
+            given.append(arguments["threads"])
+            super().__init__(recipe, arguments, **options)
 
-    monkeypatch.setattr(pool_module, "Keeper", Seen)
+    monkeypatch.setattr(pool_module, "ForkServer", Seen)
     before = torch.get_num_threads()
     device_thread.set_num_threads(4)
     try:

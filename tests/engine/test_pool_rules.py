@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from podium.engine._pool.members import Limit
 from podium.errors import BusyError, EngineError, InputError, WeightsError
-from podium.records import Sampling
-from tests.engine.crew import Crew, FakeWorker, a_call, crash
+from podium.records import Request, Sampling
+from podium.remote.pool_members import Limit
+from tests.engine.crew import Crew, FakeWorker, a_step, crash, seeds
 
 
 def play(scene: Callable[[Crew], Awaitable[None]], *prepared: Any, **others: Any) -> Crew:
@@ -36,16 +36,36 @@ def test_requests_go_to_the_member_with_the_fewest_rollouts_in_flight() -> None:
         await crew.generate(4)
 
     crew = play(scene)
-    assert sorted(map(len, (worker.asked for worker in crew.workers))) == [2, 2]
+    assert [len(worker.asked) for worker in crew.workers] == [4, 4]
 
 
-def test_a_group_is_asked_of_one_member_whole() -> None:
+def test_a_prefix_group_is_asked_of_one_member() -> None:
     async def scene(crew: Crew) -> None:
         answers = await crew.generate(5, rollouts=3)
-        assert [len(answer.token_ids) for answer in answers] == [3] * 5
+        assert [answer.token_ids for answer in answers] == [(seed,) for seed in seeds(5, 3)]
 
     crew = play(scene)
-    assert sorted(key for worker in crew.workers for [key] in worker.asked) == list(range(5))
+    prompts = [{seed // 10 for seed in worker.asked} for worker in crew.workers]
+    assert prompts[0] | prompts[1] == set(range(5))
+    assert not prompts[0] & prompts[1]
+
+
+def test_an_episode_stays_with_its_member_and_goes_to_another_when_that_is_lost() -> None:
+    def turn(episode: str, seed: int) -> Request:
+        return Request((1, 2), Sampling(), seed, episode=episode)
+
+    async def scene(crew: Crew) -> None:
+        for seed in (0, 10, 20):
+            await asyncio.gather(*(crew.engine.generate(turn(f"e{k}", seed + k)) for k in range(2)))
+        first, second = crew.workers
+        assert sorted((sorted(first.asked), sorted(second.asked))) == [[0, 10, 20], [1, 11, 21]]
+        crew.engine.release("e1")
+        first.die()
+        await crew.until(lambda: first.has_ended)
+        assert (await crew.engine.generate(turn("e0", 30))).token_ids == (30,)
+        assert list(crew.engine._homes) == ["e0"]
+
+    play(scene)
 
 
 def test_a_member_is_asked_for_no_more_than_its_limit_and_a_larger_group_goes_to_an_idle_one() -> None:
@@ -55,7 +75,7 @@ def test_a_member_is_asked_for_no_more_than_its_limit_and_a_larger_group_goes_to
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, *(member.rollouts for member in crew.members))
+                most = max(most, *(member.num_in_flight for member in crew.members))
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
@@ -70,29 +90,34 @@ def test_a_member_is_asked_for_no_more_than_its_limit_and_a_larger_group_goes_to
     play(scene, concurrency=4)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_answers_come_in_the_order_of_requests_if_they_must(in_order: bool) -> None:
-    """One member is slow, so its answers are late."""
+def test_members_that_keep_the_order_get_the_same_batches_and_one_at_a_time() -> None:
+    """Four prompts per batch. The rounding of such a member depends on its batch."""
+    batches: list[set[int]] = []
 
     async def scene(crew: Crew) -> None:
-        crew.workers[0].seconds = 0.2
-        keys = [answer.key for answer in await crew.generate(6)]
-        assert sorted(keys) == list(range(6))
-        assert (keys == list(range(6))) is in_order
+        for worker in crew.workers:
+            worker.seconds = 0.05
+        asking = asyncio.create_task(crew.generate(14))
+        while not asking.done():
+            now = [set(worker.asked) for worker in crew.workers]
+            await asyncio.sleep(0.01)
+            batches.extend(set(w.asked) - old for w, old in zip(crew.workers, now, strict=True) if set(w.asked) - old)
+        assert [answer.token_ids for answer in await asking] == [(seed,) for seed in seeds(14)]
 
-    play(scene, terms={"in_order": in_order})
+    play(scene, keeps_order=True)
+    assert sorted(map(sorted, batches)) == [seeds(14)[first : first + 8] for first in range(0, 28, 8)]
 
 
 def test_whoever_goes_away_leaves_nothing_behind() -> None:
     async def scene(crew: Crew) -> None:
         for worker in crew.workers:
             worker.seconds = 0.05
-        answers = crew.dispatch.generate(a_call(20), Sampling())
-        async for _ in answers:
-            break
-        await answers.aclose()  # type: ignore[attr-defined]
-        assert [member.rollouts for member in crew.members] == [0, 0]
-        assert len(await crew.generate(3)) == 3
+        asking = [asyncio.ensure_future(crew.engine.generate(request)) for request in a_step(20)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for each in asking:
+            each.cancel()
+        await crew.until(lambda: [member.num_in_flight for member in crew.members] == [0, 0])
+        assert len(await crew.generate(3)) == 6
 
     play(scene, concurrency=4)
 
@@ -101,27 +126,27 @@ def test_a_fixed_limit_stays_and_an_adaptive_one_is_found() -> None:
     """64 to begin with; 8 more when others wait; a quarter less when a token takes twice the best time; half."""
     fixed, adaptive = Limit(10), Limit(None)
     for limit in (fixed, adaptive):
-        limit.finished(1.0, 100, group=8, wanted=True)
-    assert (fixed.rollouts, adaptive.rollouts) == (10, 72)
-    adaptive.finished(1.0, 100, group=8, wanted=False)
-    assert adaptive.rollouts == 72
-    adaptive.finished(2.1, 100, group=8, wanted=True)
-    assert adaptive.rollouts == 54
+        limit.finished(1.0, 100, step=8, wanted=True)
+    assert (fixed.size, adaptive.size) == (10, 72)
+    adaptive.finished(1.0, 100, step=8, wanted=False)
+    assert adaptive.size == 72
+    adaptive.finished(2.1, 100, step=8, wanted=True)
+    assert adaptive.size == 54
     adaptive.refused()
-    assert adaptive.rollouts == 27
+    assert adaptive.size == 27
     for _ in range(9):
         adaptive.refused()
-    assert adaptive.rollouts == Limit.LEAST
+    assert adaptive.size == Limit.LEAST
 
 
 def test_a_busy_member_is_left_alone_for_a_while_and_that_is_no_failure() -> None:
     async def scene(crew: Crew) -> None:
         busy = iter([BusyError("later")] * 2)
         crew.workers[0].fails = lambda: next(busy, None)
-        assert len(await crew.generate(8)) == 8
+        assert len(await crew.generate(8)) == 16
         assert not crew.of("redispatched")
 
-    play(scene, terms={"max_redispatches": 0, "busy_s": 10.0})
+    play(scene, rules={"max_redispatches": 0, "recovery_s": 10.0})
 
 
 def test_members_that_are_always_busy_are_an_error_in_the_end() -> None:
@@ -131,7 +156,7 @@ def test_members_that_are_always_busy_are_an_error_in_the_end() -> None:
         with pytest.raises(EngineError, match="busy for"):
             await crew.generate(1)
 
-    play(scene, terms={"busy_s": 0.6})
+    play(scene, rules={"recovery_s": 0.6})
 
 
 # Loss
@@ -146,36 +171,37 @@ def test_what_a_dead_member_was_writing_is_written_by_another_once() -> None:
         await crew.until(lambda: len(victim.asked) > 0)
         victim.die()
         answers = await asking
-        assert sorted(answer.key for answer in answers) == list(range(8))
-        assert all(answer.token_ids == ((10 * answer.key,), (10 * answer.key + 1,)) for answer in answers)
+        assert [answer.token_ids for answer in answers] == [(seed,) for seed in seeds(8)]
         await crew.until(lambda: len(crew.members) == 2)
 
-    crew = play(scene, terms={"prompts_per_request": 4})
+    crew = play(scene)
     assert crew.of("worker_lost")[0]["reason"] == "its process was killed by SIGKILL"
     assert crew.of("redispatched")[0]["worker"] == "worker-1.1"
     assert [event["worker"] for event in crew.of("worker_started")] == ["worker-1.1", "worker-2.1", "worker-1.2"]
     assert crew.workers[0].has_ended
 
 
-def test_a_parcel_is_sent_again_whole_and_no_answer_is_taken_twice() -> None:
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_what_is_missing_is_sent_again_and_where_order_is_kept_the_whole_batch(keeps_order: bool) -> None:
     async def scene(crew: Crew) -> None:
         first = iter([None, None, EngineError("broke off")])
         for worker in crew.workers:
             worker.fails = lambda: next(first, None)
-        answers = await crew.generate(4)
-        assert sorted(answer.key for answer in answers) == [0, 1, 2, 3]
+        answers = await crew.generate(1, rollouts=4)
+        assert [answer.token_ids for answer in answers] == [(seed,) for seed in range(4)]
 
-    crew = play(scene, terms={"prompts_per_request": 4})
-    assert [keys for worker in crew.workers for keys in worker.asked] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert crew.of("redispatched")[0]["prompts"] == [2, 3]
-    assert [event["prompts"] for event in crew.of("answered_twice")] == [[0, 1]]
+    crew = play(scene, keeps_order=keeps_order)
+    again = [0, 1, 2, 3] if keeps_order else [2]  # the last had its answer by then
+    assert sorted((worker.asked for worker in crew.workers), key=len) == sorted([again, [0, 1, 2, 3]], key=len)
+    [event] = crew.of("redispatched")
+    assert (event["request"], event["rollouts"]) == ("request train/0", 1)
 
 
 def test_a_request_at_which_every_member_fails_is_an_error_that_names_them() -> None:
     async def scene(crew: Crew) -> None:
         for worker in crew.workers:
             worker.fails = lambda: EngineError("no")
-        with pytest.raises(EngineError, match=r"prompts 0 were given up after 3 members failed.*worker-\d\.1: no"):
+        with pytest.raises(EngineError, match=r"train/0: 2 rollouts were given up after 3 members.*worker-\d\.1: no"):
             await crew.generate(1)
 
     assert len(play(scene).of("redispatched")) == 2
@@ -198,14 +224,14 @@ def test_a_member_that_fails_again_and_again_is_replaced() -> None:
             await crew.generate(2)
             await asyncio.sleep(0.02)
 
-    crew = play(scene, terms={"max_redispatches": 5})
+    crew = play(scene, rules={"max_redispatches": 5})
     assert "3 requests in a row failed" in crew.of("worker_lost")[0]["reason"]
 
 
 def test_the_death_of_a_process_is_told_as_such_though_its_requests_broke_off_first() -> None:
     async def scene(crew: Crew) -> None:
         first = next(iter(crew.members))
-        first.accuse("3 requests in a row failed")
+        first.mark_broken("3 requests in a row failed")
         await asyncio.sleep(0.05)
         crew.workers[0].die()
         await crew.until(lambda: len(crew.of("worker_started")) == 3)
@@ -218,7 +244,7 @@ def test_a_frozen_member_is_noticed_and_ended() -> None:
         await asyncio.sleep(0.1)
         crew.workers[0].is_frozen = True
         began = time.monotonic()
-        assert len(await crew.generate(4)) == 4
+        assert len(await crew.generate(4)) == 8
         assert time.monotonic() - began < 60
         await crew.until(lambda: len(crew.members) == 2)
         assert crew.workers[0].has_ended
@@ -267,7 +293,7 @@ def test_a_replacement_takes_the_current_weights_before_it_serves() -> None:
         await crew.until(lambda: len(crew.of("worker_started")) == 3)
         assert crew.workers[2].policy_version == 7
         answers = await crew.generate(8)
-        assert {answer.policy_versions for answer in answers} == {((7, 7), (7, 7))}
+        assert {answer.policy_versions for answer in answers} == {(7, 7)}
 
     assert play(scene).of("worker_started")[2]["policy_version"] == 7
 
@@ -279,7 +305,7 @@ def test_a_member_that_does_not_confirm_a_push_is_out_of_service_and_the_others_
         await crew.push(1)
         assert [member.worker for member in crew.members] == [crew.workers[1]]
         answers = await crew.generate(6)
-        assert {version for answer in answers for version in answer.policy_versions} == {(1, 1)}
+        assert {answer.policy_versions for answer in answers} == {(1, 1)}
         await crew.until(lambda: len(crew.members) == 2)
 
     crew = play(scene)
@@ -295,7 +321,7 @@ def test_weights_that_all_refuse_are_an_error_and_the_old_ones_stay() -> None:
         with pytest.raises(WeightsError, match=r"no member took version 1.*worker-1: not finite"):
             await crew.push(1)
         answers = await crew.generate(4)
-        assert {version for answer in answers for version in answer.policy_versions} == {(0, 0)}
+        assert {answer.policy_versions for answer in answers} == {(0, 0)}
         await crew.push(2)
 
     assert not play(scene).of("worker_lost")
@@ -327,7 +353,7 @@ def test_a_replacement_whose_logprobs_differ_does_not_serve_and_is_named() -> No
             worker.logprob = -1.5
 
     async def scene(crew: Crew) -> None:
-        scores = await crew.supervisor.score_each([1, 2, 3])
+        scores = await crew.engine.score_each([1, 2, 3])
         assert scores == {"worker-1.1": [-1.0, -1.0], "worker-2.1": [-1.0, -1.0]}
         crew.workers[0].die()
         await crew.until(lambda: len(crew.of("worker_started")) == 3)
@@ -349,7 +375,7 @@ def test_a_member_that_joins_during_a_probe_is_asked_too() -> None:
             return [-1.0] * (len(token_ids) - 1)
 
         crew.workers[0].score = slow
-        scores = await crew.supervisor.score_each([1, 2, 3])
+        scores = await crew.engine.score_each([1, 2, 3])
         assert asked == ["worker-1.1"]  # once
         assert "worker-2.2" in scores
 
@@ -370,7 +396,7 @@ def test_a_pool_whose_workers_cannot_start_fails_within_its_deadline() -> None:
         return crew
 
     crew = asyncio.run(run())
-    assert len(crew.of("start_failed")) == 6  # two seats, one start and two restarts each
+    assert len(crew.of("start_failed")) == 6  # two replicas, one start and two restarts each
     assert len(crew.of("seat_given_up")) == 2
 
 
@@ -380,7 +406,7 @@ def test_requests_end_with_the_pool_when_all_members_die_and_none_can_start() ->
             worker.seconds = 30.0
         asking = asyncio.create_task(crew.generate(4))
         await asyncio.sleep(0.1)
-        crew._prepare = crash
+        crew.engine.prepare = crash
         for worker in list(crew.workers):
             worker.die()
         with pytest.raises(EngineError, match="cannot start"):
@@ -394,23 +420,23 @@ def test_a_pool_below_its_floor_for_too_long_fails() -> None:
         async def hang(version: int) -> None:
             await asyncio.sleep(1e6)
 
-        crew._prepare = lambda worker: setattr(worker, "load", lambda folder, version: hang(version))
+        crew.engine.prepare = lambda worker: setattr(worker, "load", lambda folder, version: hang(version))
         crew.workers[0].die()
         with pytest.raises(EngineError, match=r"fewer than 2 engines in service for 0\.5 s"):
-            await crew.supervisor._until(lambda: False)
+            await crew.pool.until(lambda: False)
 
     play(scene, rules={"floor": 2, "recovery_s": 0.5, "start_s": 30.0})
 
 
 def test_members_are_added_while_requests_wait_and_retired_when_idle() -> None:
     async def scene(crew: Crew) -> None:
-        crew._prepare = lambda worker: setattr(worker, "seconds", 0.2)
+        crew.engine.prepare = lambda worker: setattr(worker, "seconds", 0.2)
         crew.workers[0].seconds = 0.2
-        assert len(await crew.generate(20)) == 20
+        assert len(await crew.generate(20)) == 40
         assert len(crew.of("scaled")) == 2
         await crew.until(lambda: len(crew.members) == 1)
 
-    crew = play(scene, rules={"replicas": (1, 3)}, concurrency=2)
+    crew = play(scene, rules={"replicas": (1, 3), "idle_s": 1.0}, concurrency=2)
     assert [event["members"] for event in crew.of("scaled")] == [2, 3, 2, 1]
     assert not crew.of("worker_lost")
     assert [worker.has_ended for worker in crew.workers].count(True) == 3  # the last one when the pool closed

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from podium.engine._cuda.replayed_score import ReplayedScore
+from podium.engine.cuda.replayed_score import ReplayedScore
 from podium.model.forward import sequence_logprobs
 from tests.engine.test_inprocess import policy
 

@@ -1,15 +1,33 @@
 """Who sits in which slot: by hand, and against random ends."""
 
 import random
+from collections import deque
 
 import pytest
 
-from podium.engine._cuda.roster import LEAST_BATCH, Roster, ladder, rung_for
-from podium.records import Request
+from podium.engine.cuda.roster import LEAST_BATCH, Place, Roster, Seat, ladder, rung_for
+from podium.engine.decoding.queue import Job
+from podium.records import PrefixGroup, Request, Sampling
 
 
-def groups(*sizes: int) -> list[Request]:
-    return [Request(k, (1, 2), tuple(range(size))) for k, size in enumerate(sizes)]
+def groups(*sizes: int, most: int = 10) -> list[Job]:
+    """The rollouts of groups of these sizes, with up to `most` tokens each."""
+    sampling = Sampling(max_new_tokens=most)
+    named = [PrefixGroup(str(k), size) for k, size in enumerate(sizes)]
+    return [Job(Request((1, 2), sampling, seed, group)) for group in named for seed in range(group.size)]
+
+
+def a_roster(jobs: list[Job], num_slots: int, num_places: int) -> Roster:
+    return Roster(num_slots, num_places, deque(jobs))
+
+
+def who(seats: list[Seat]) -> list[tuple[str, int]]:
+    """Group and sample of each seat."""
+    return [(seat.job.request.prefix_group.name, seat.job.request.seed) for seat in seats]  # type: ignore[union-attr]
+
+
+def names(places: list[Place]) -> list[str]:
+    return [place.group.name for place in places]  # type: ignore[union-attr]
 
 
 def test_the_ladder_doubles_then_goes_up_evenly_and_holds_the_most() -> None:
@@ -25,49 +43,98 @@ def test_a_batch_takes_the_smallest_rung_that_holds_it() -> None:
 
 
 def test_a_group_that_does_not_fit_joins_bit_by_bit_and_computes_its_prompt_once() -> None:
-    roster = Roster(groups(3, 2), num_slots=2, num_prompts=2, most_steps=9)
-    seats, prompts = roster.admit(max_prompts=9)
-    assert ([(seat.request, seat.sample) for seat in seats], prompts) == ([(0, 0), (0, 1)], [0])
+    roster = a_roster(groups(3, 2), 2, 2)
+    seats, places = roster.admit(max_prompts=9)
+    assert (who(seats), names(places)) == ([("0", 0), ("0", 1)], ["0"])
     assert roster.admit(9) == ([], [])
     roster.leave([seats[1].slot])
-    again, prompts = roster.admit(9)
-    assert ([(seat.request, seat.sample) for seat in again], prompts) == ([(0, 2)], [])
+    again, places = roster.admit(9)
+    assert (who(again), names(places)) == ([("0", 2)], [])
     assert again[0].slot == seats[1].slot
-    assert again[0].prompt == seats[0].prompt
+    assert again[0].place is seats[0].place
 
 
-def test_a_prompts_place_is_free_only_when_its_last_rollout_has_ended() -> None:
-    roster = Roster(groups(2, 1), num_slots=4, num_prompts=1, most_steps=9)
-    seats, prompts = roster.admit(9)
-    assert prompts == [0]
+def test_a_place_in_use_is_free_only_when_its_last_rollout_has_ended() -> None:
+    roster = a_roster(groups(2, 1), 4, 1)
+    seats, places = roster.admit(9)
+    assert names(places) == ["0"]
     roster.leave([seats[0].slot])
     assert roster.admit(9) == ([], [])
     roster.leave([seats[1].slot])
-    assert roster.admit(9)[1] == [1]
+    assert names(roster.admit(9)[1]) == ["1"]
+
+
+def test_a_place_that_waits_for_the_rest_of_its_group_is_given_to_a_prompt_that_needs_one() -> None:
+    first, second, third, other = groups(3, 1)
+    roster = a_roster([first], 4, 1)
+    roster.leave([seat.slot for seat in roster.admit(9)[0]])
+    roster.waiting.append(second)
+    assert roster.admit(9)[1] == []  # the group's prompt is still there
+    roster.leave(roster.slots)
+    roster.waiting.extend([other, third])
+    seats, places = roster.admit(9)
+    assert (who(seats), names(places)) == ([("1", 0)], ["1"])
+    roster.leave(roster.slots)
+    assert names(roster.admit(9)[1]) == ["0"]  # computed again
+
+
+def test_a_released_group_gives_its_place_back() -> None:
+    first, _, other = groups(2, 1)
+    roster = a_roster([first], 4, 1)
+    [seat] = roster.admit(9)[0]
+    roster.release("0")
+    roster.release("unknown")
+    roster.waiting.append(other)
+    assert roster.admit(9) == ([], [])  # the first rollout still reads it
+    roster.leave([seat.slot])
+    assert names(roster.admit(9)[1]) == ["1"]
+
+
+def test_a_prompt_computed_with_older_weights_is_not_used_again() -> None:
+    first, second = groups(2)
+    roster = a_roster([first], 4, 2)
+    roster.admit(9)
+    roster.loads += 1
+    roster.waiting.append(second)
+    [seat], places = roster.admit(9)
+    assert names(places) == ["0"]
+    assert seat.place is places[0]
+
+
+def test_cancelled_jobs_leave_their_slots_and_the_queue() -> None:
+    jobs = groups(2, 2)
+    roster = a_roster(jobs, 2, 2)
+    roster.admit(9)
+    jobs[0].is_cancelled = jobs[2].is_cancelled = True
+    roster.drop_cancelled()
+    assert who(roster.seats) == [("0", 1)]
+    assert who(roster.admit(9)[0]) == [("1", 1)]
 
 
 def test_no_more_prompts_at_a_time_than_allowed() -> None:
-    roster = Roster(groups(1, 1, 1), num_slots=8, num_prompts=8, most_steps=9)
-    assert [roster.admit(2)[1], roster.admit(2)[1], roster.admit(2)[1]] == [[0, 1], [2], []]
+    roster = a_roster(groups(1, 1, 1), 8, 8)
+    assert [names(roster.admit(2)[1]) for _ in range(3)] == [["0", "1"], ["2"], []]
 
 
 def test_answers_that_are_full_leave_without_being_asked() -> None:
-    roster = Roster(groups(1, 1), num_slots=2, num_prompts=2, most_steps=5)
+    """Each after as many steps as its own sampling allows; the first token takes none."""
+    first, second = groups(1, 1, most=6)
+    roster = a_roster([first, second], 2, 2)
     roster.admit(1)
     assert roster.steps_ahead(4) == 4
     assert roster.advance(4) == []
     roster.admit(1)  # a younger one
     assert roster.steps_ahead(4) == 4  # which still has five to go
     [left] = roster.advance(4)
-    assert left.request == 0
+    assert left.job is first
     assert roster.steps_ahead(4) == 1
-    assert [seat.request for seat in roster.advance(1)] == [1]
+    assert [seat.job for seat in roster.advance(1)] == [second]
     assert roster.is_done
     assert roster.steps_ahead(4) == 0
 
 
 def test_a_slot_taken_again_is_not_mistaken_for_the_rollout_before() -> None:
-    roster = Roster(groups(1, 1), num_slots=1, num_prompts=2, most_steps=9)
+    roster = a_roster(groups(1, 1), 1, 2)
     [first], _ = roster.admit(9)
     roster.leave([first.slot])
     [second], _ = roster.admit(9)
@@ -79,13 +146,14 @@ def test_a_slot_taken_again_is_not_mistaken_for_the_rollout_before() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_rollout_sits_once_and_nobody_shares_a_slot(seed: int) -> None:
     draw = random.Random(seed)
-    asked = groups(*(draw.randrange(1, 9) for _ in range(30)))
-    roster = Roster(asked, num_slots=7, num_prompts=3, most_steps=20)
+    asked = groups(*(draw.randrange(1, 9) for _ in range(30)), most=21)
+    roster = a_roster(list(asked), 7, 3)
     sat = []
     while not roster.is_done:
-        sat += [(seat.request, seat.sample) for seat in roster.admit(2)[0]]
+        sat += [seat.job for seat in roster.admit(2)[0]]
         assert len(set(roster.slots)) == len(roster.slots) <= 7
-        assert len({seat.request for seat in roster.seats}) == len({seat.prompt for seat in roster.seats}) <= 3
+        groups_seated = {seat.job.request.prefix_group for seat in roster.seats}
+        assert len(groups_seated) == len({seat.place.index for seat in roster.seats}) <= 3
         roster.leave(draw.sample(roster.slots, draw.randrange(len(roster.slots) + 1)))
         roster.advance(roster.steps_ahead(4))
-    assert sorted(sat) == [(k, sample) for k, request in enumerate(asked) for sample in range(len(request.seeds))]
+    assert sat == asked

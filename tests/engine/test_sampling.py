@@ -1,19 +1,55 @@
 import pytest
 import torch
 
-from podium.engine import _sampling
-from podium.engine._sampling import block_masses, draw, draw_likeliest, uniform
+from podium.engine.decoding import sampling as module
+from podium.engine.decoding.sampling import RowSampling, block_masses, draw, draw_likeliest, kind_of, uniform
 from podium.records import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 
-def draw_by_block(logits, seeds, indices, temperature):
-    return _sampling.draw_by_block(logits, block_masses(logits, temperature), seeds, indices, temperature)
+def draw_by_block(logits, seeds, indices, temperature: float):
+    each = torch.full((len(logits),), temperature)
+    return module.draw_by_block(logits, block_masses(logits, each), seeds, indices, each)
+
+
+def draw_as(logits, seeds, indices, *samplings: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sampling for all rows, or one for each."""
+    rows = samplings * len(logits) if len(samplings) == 1 else samplings
+    return draw(logits, seeds, indices, RowSampling.of(rows, torch.device("cpu")), kind_of(rows))
 
 
 def many(sampling: Sampling, count: int = 20_000) -> tuple[torch.Tensor, torch.Tensor]:
-    return draw(LOGITS.expand(count, -1), torch.arange(count), torch.zeros(count, dtype=torch.long), sampling)
+    return draw_as(LOGITS.expand(count, -1), torch.arange(count), torch.zeros(count, dtype=torch.long), sampling)
+
+
+def test_each_row_draws_by_its_own_sampling() -> None:
+    """Rows of different samplings in one batch draw what they draw in a batch of their own."""
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=0),
+        Sampling(top_k=2),
+        Sampling(top_p=0.7),
+        Sampling(top_k=3, top_p=0.8, temperature=1.5),
+        Sampling(temperature=0, top_k=1, top_p=0.1),
+    ]
+    rows = [samplings[k % len(samplings)] for k in range(700)]
+    logits = 2 * torch.randn(700, 40, generator=torch.Generator().manual_seed(1))
+    seeds, zeros = torch.arange(700), torch.zeros(700, dtype=torch.long)
+    ids, logprobs = draw_as(logits, seeds, zeros, *rows)
+    for place, sampling in enumerate(samplings):
+        of_it = torch.arange(place, 700, len(samplings))
+        alone_ids, alone = draw_as(logits[of_it], seeds[of_it], zeros[of_it], sampling)
+        assert torch.equal(ids[of_it], alone_ids)
+        assert torch.allclose(logprobs[of_it], alone, atol=1e-6)
+
+
+def test_rows_with_different_numbers_of_stop_ids_join() -> None:
+    some = RowSampling.of([Sampling(stop_ids=(1, 2, 3)), Sampling(stop_ids=(4,))], torch.device("cpu"))
+    both = some.join(RowSampling.of([Sampling(7)], torch.device("cpu"))).select(torch.tensor([2, 0]))
+    assert both.stop_ids.tolist() == [[-1, -1, -1], [1, 2, 3]]
+    assert both.limit.tolist() == [7, 256]
 
 
 def test_uniform_numbers_are_uniform_and_below_one() -> None:
@@ -21,7 +57,7 @@ def test_uniform_numbers_are_uniform_and_below_one() -> None:
     assert numbers.min() >= 0
     assert numbers.max() < 1
     counts = torch.histc(numbers.float(), bins=20, min=0, max=1)
-    # 5,000 a bin expected, standard deviation √(5000·0.95) = 69: five of them is 345
+    # 5,000 per bin expected, standard deviation √(5000·0.95) = 69: five of them is 345
     assert (counts - 5000).abs().max() < 345
 
 
@@ -76,11 +112,11 @@ def test_greedy_takes_the_likeliest() -> None:
 
 def test_a_draw_depends_on_its_own_seed_and_position_only() -> None:
     seeds, zero = torch.arange(64), torch.zeros(64, dtype=torch.long)
-    together, _ = draw(LOGITS.expand(64, -1), seeds, zero, Sampling())
+    together, _ = draw_as(LOGITS.expand(64, -1), seeds, zero, Sampling())
     torch.manual_seed(123)  # no global generator is used
-    alone = [draw(LOGITS[None], seeds[i : i + 1], zero[:1], Sampling())[0].item() for i in range(64)]
+    alone = [draw_as(LOGITS[None], seeds[i : i + 1], zero[:1], Sampling())[0].item() for i in range(64)]
     assert together.tolist() == alone
-    later, _ = draw(LOGITS.expand(64, -1), seeds, zero + 1, Sampling())
+    later, _ = draw_as(LOGITS.expand(64, -1), seeds, zero + 1, Sampling())
     assert later.tolist() != together.tolist()
 
 
@@ -94,13 +130,13 @@ def chi_square(ids: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_draws_by_block_pass_a_chi_square_test(vocabulary: int, temperature: float, monkeypatch) -> None:
     """One block, several, and a vocabulary that no width divides; 40,000 draws."""
-    monkeypatch.setattr(_sampling, "BLOCK_WIDTH", 8)
+    monkeypatch.setattr(module, "BLOCK_WIDTH", 8)
     logits = torch.linspace(-1.5, 1.5, vocabulary)[
         torch.randperm(vocabulary, generator=torch.Generator().manual_seed(3))
     ]
     count = 40_000
     seeds, zeros = torch.arange(count) * 7919, torch.zeros(count, dtype=torch.long)
-    ids, logprobs = draw_by_block(logits.expand(count, -1), seeds, zeros, torch.tensor(temperature))
+    ids, logprobs = draw_by_block(logits.expand(count, -1), seeds, zeros, temperature)
     expected = (logits / temperature).softmax(-1)
     # Wilson and Hilferty: the 0.9999 quantile of chi-square with k degrees of freedom
     k = vocabulary - 1
@@ -113,18 +149,18 @@ def test_draws_by_block_are_those_of_plain_drawing() -> None:
     """The same random numbers give the same ids, but for rounding at the edge of two."""
     logits = 3 * torch.randn(2000, 1000, generator=torch.Generator().manual_seed(5))
     seeds, indices = torch.arange(2000), torch.arange(2000) % 7
-    ids, logprobs = draw_by_block(logits, seeds, indices, torch.tensor(0.8))
-    expected_ids, expected = draw(logits, seeds, indices, Sampling(temperature=0.8))
+    ids, logprobs = draw_by_block(logits, seeds, indices, 0.8)
+    expected_ids, expected = draw_as(logits, seeds, indices, Sampling(temperature=0.8))
     same = ids == expected_ids
     assert same.sum() >= 1998
     assert torch.allclose(logprobs[same], expected[same], atol=1e-4)
 
 
 def test_ids_without_probability_are_never_drawn_by_block(monkeypatch) -> None:
-    monkeypatch.setattr(_sampling, "BLOCK_WIDTH", 4)
+    monkeypatch.setattr(module, "BLOCK_WIDTH", 4)
     logits = torch.full((5000, 12), -torch.inf)
     logits[:, [1, 6]] = 0.0
-    ids, logprobs = draw_by_block(logits, torch.arange(5000), torch.zeros(5000, dtype=torch.long), torch.tensor(1.0))
+    ids, logprobs = draw_by_block(logits, torch.arange(5000), torch.zeros(5000, dtype=torch.long), 1.0)
     assert set(ids.tolist()) == {1, 6}
     assert torch.allclose(logprobs, torch.tensor(0.5).log(), atol=1e-6)
 
@@ -133,6 +169,6 @@ def test_the_likeliest_is_that_of_greedy_drawing() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(5))
     ids, logprobs = draw_likeliest(logits)
     zeros = torch.zeros(50, dtype=torch.long)
-    expected_ids, expected = draw(logits, zeros, zeros, Sampling(temperature=0))
+    expected_ids, expected = draw_as(logits, zeros, zeros, Sampling(temperature=0))
     assert torch.equal(ids, expected_ids)
     assert torch.allclose(logprobs, expected, atol=1e-5)

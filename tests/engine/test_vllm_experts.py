@@ -16,10 +16,10 @@ import asyncio, sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from podium.engine.vllm_local import VllmLocal
 from podium.errors import InputError
-from podium.model.agreement import mean_gap
+from podium.model.evidence import mean_gap
 from podium.model.forward import sequence_logprobs
 from podium.model.load import EMBEDDED, load_policy
-from podium.sections import Model
+from podium.settings.sections import Model
 kind, folder = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
 torch.manual_seed(0)

@@ -3,12 +3,12 @@
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
 
+from tests import commands
 from tests.conftest import small_tables
 
 pytestmark = pytest.mark.skipif(
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def podium(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own: vLLM leaves a process group and threads behind."""
-    return subprocess.run([sys.executable, "-m", "podium.cli", *arguments], capture_output=True, text=True, timeout=280)
+    """A process of its own: vLLM leaves a process group and threads behind. It has imported vLLM already."""
+    return commands.podium(*arguments, modules=("tests.engine.vllm_imported",))
 
 
 def settings_file(tmp_path: Path, engine: str = "vllm_local", lora: bool = True, **run) -> Path:

@@ -9,7 +9,7 @@ import torch
 from podium.engine.vllm_local import VllmLocal, _check_device
 from podium.errors import InputError
 from podium.model.load import load_policy
-from podium.sections import Model
+from podium.settings.sections import Model
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from podium.engine.vllm_server import CALL_ROLLOUTS, VllmServer, _parts
+from podium.engine.vllm_server import CALL_REQUESTS, VllmServer, call_sizes
 from podium.errors import EngineError, InputError
-from podium.model.fingerprint import tokenizer_fingerprint
+from podium.model.chat import tokenizer_fingerprint
 from podium.model.load import Policy, load_policy
-from podium.records import Answer, Request, Sampling
-from podium.sections import Model
+from podium.records import Answer, PrefixGroup, Request, Sampling, ids_digest
+from podium.settings.sections import Model
 from tests.server.serving import Running, serving
 
 IDS = (1, 5, 9, 11)
@@ -43,9 +43,11 @@ def made(policy: Policy, server: Running, **others: Any) -> VllmServer:
     return VllmServer(policy, **(server.engine_options | {"token_file": server.token_file} | others))
 
 
-def asked(engine: VllmServer, *requests: Request, sampling: Sampling = SAMPLING) -> list[Answer]:
+def asked(engine: VllmServer, *requests: Request) -> list[Answer]:
     async def run() -> list[Answer]:
-        return [answer async for answer in engine.generate(requests or [Request(3, IDS, (1, 2))], sampling)]
+        group = PrefixGroup("train/3", 2)
+        two = [Request(IDS, SAMPLING, seed, group) for seed in (1, 2)]
+        return await asyncio.gather(*(engine.generate(request) for request in requests or two))
 
     return asyncio.run(run())
 
@@ -119,16 +121,63 @@ def test_weights_of_somebody_else_are_noticed(policy: Policy, server: Running) -
 
 
 def test_a_prompt_that_is_too_long_is_the_inputs_fault(policy: Policy, server: Running) -> None:
-    with closing(made(policy, server)) as engine, pytest.raises(InputError, match="request 7: 600 prompt tokens"):
-        asked(engine, Request(7, (5,) * 600, (1,)))
+    with closing(made(policy, server)) as engine, pytest.raises(InputError, match="request train/7 has 600 tokens"):
+        asked(engine, Request((5,) * 600, SAMPLING, 1, PrefixGroup("train/7", 1)))
 
 
 def test_a_call_is_cut_to_what_a_server_takes() -> None:
-    requests = [Request(k, (1,) * 90_000, (1,) * 10) for k in range(5)]
-    assert [[r.key for r in part] for part in _parts(requests)] == [[0, 1], [2, 3], [4]]
-    rollouts = [Request(k, (1,), (1,) * (CALL_ROLLOUTS // 2)) for k in range(3)]
-    assert [[r.key for r in part] for part in _parts(rollouts)] == [[0, 1], [2]]
-    assert list(_parts([])) == []
+    """A prompt counts once, however many of its requests are in a call."""
+    long = [Request((k,) * 90_000, SAMPLING, seed) for k in range(5) for seed in range(10)]
+    assert list(call_sizes(long)) == [20, 20, 10]
+    many = [Request((1,), SAMPLING, seed) for seed in range(2 * CALL_REQUESTS + 1)]
+    assert list(call_sizes(many)) == [CALL_REQUESTS, CALL_REQUESTS, 1]
+    assert list(call_sizes([])) == []
+
+
+def test_requests_of_one_turn_travel_together_each_with_its_own_sampling(policy: Policy, server: Running) -> None:
+    """Over the largest body that a client sends, and with listeners."""
+    stops = tuple(range(0, 100, 10))
+    requests = [
+        Request(IDS[: 1 + k % 3], Sampling(1 + k % 5, 1.0 + k % 2, stop_ids=stops), k, PrefixGroup(f"train/{k % 3}", 9))
+        for k in range(CALL_REQUESTS + 10)
+    ]
+    heard: dict[int, list[int]] = {k: [] for k in range(len(requests))}
+    calls: list[int] = []
+
+    async def run(engine: VllmServer) -> list[Answer]:
+        stream = engine._connection.stream
+
+        def counted(path: str, body: Any) -> Any:
+            calls.append(len(body["requests"]))
+            return stream(path, body)
+
+        engine._connection.stream = counted  # type: ignore[method-assign]
+        return await asyncio.gather(*(engine.generate(r, heard[k].extend) for k, r in enumerate(requests)))
+
+    with closing(made(policy, server)) as engine:
+        answers = asyncio.run(run(engine))
+    assert calls == [CALL_REQUESTS, 10]
+    assert all(len(a.token_ids) <= r.sampling.max_new_tokens for a, r in zip(answers, requests, strict=True))
+    assert {len(answer.token_ids) for answer in answers} == {1, 2, 3, 4, 5}
+    assert [tuple(heard[k]) for k in heard] == [answer.token_ids for answer in answers]
+
+
+def test_what_is_cancelled_here_is_cancelled_at_the_server(policy: Policy, server: Running) -> None:
+    async def run(engine: VllmServer) -> None:
+        long = [Request(IDS, Sampling(max_new_tokens=400), seed) for seed in range(200)]
+        writing = [asyncio.ensure_future(engine.generate(request)) for request in long]
+        with server.client() as http:
+            while "podium_running 1.0" not in http.get("/metrics").text:
+                await asyncio.sleep(0.01)
+            for each in writing:
+                each.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while "podium_running 0.0" not in http.get("/metrics").text:
+                    await asyncio.sleep(0.05)
+
+    with closing(made(policy, server)) as engine:
+        asyncio.run(run(engine))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -137,14 +186,13 @@ def test_a_server_that_dies_or_freezes_is_an_error_with_its_name_in_time(
 ) -> None:
     with serving(tmp_path, "--model.device=cpu") as server, closing(made(policy, server, silence_s=4)) as engine:
 
-        async def run() -> float:
-            requests = [Request(k, IDS, tuple(range(256))) for k in range(30)]
-            struck = 0.0
-            async for _ in engine.generate(requests, Sampling(max_new_tokens=60)):
-                if not struck:
-                    os.kill(server.process.pid, how)
-                    struck = time.monotonic()
-            return struck
+        async def run() -> None:
+            lengths = [1, *[400] * 999]
+            requests = [Request(IDS, Sampling(max_new_tokens=n), seed) for seed, n in enumerate(lengths)]
+            writing = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+            await writing[0]
+            os.kill(server.process.pid, how)
+            await asyncio.gather(*writing)
 
         began = time.monotonic()
         with pytest.raises(EngineError, match=f"engine {server.url}"):
@@ -155,30 +203,36 @@ def test_a_server_that_dies_or_freezes_is_an_error_with_its_name_in_time(
                 asyncio.run(engine.score(IDS))
 
 
-GOOD = {
-    "key": 3,
-    "token_ids": [[5, 6], [7]],
-    "logprobs": [[-0.5, -0.5], [-0.1]],
-    "finish_reason": ["length", "stop"],
-    "policy_versions": [[0, 0], [0, 0]],
-    "policy_version": 0,
-    "run": None,
+ANSWER = {
+    "token_ids": [5, 6],
+    "logprobs": [-0.5, -0.5],
+    "finish_reason": "length",
+    "policy_versions": [0, 0],
+    "digest": ids_digest((5, 6)),
 }
+
+
+def line(place: int = 0, **changes: Any) -> dict[str, Any]:
+    return {"place": place, "answer": ANSWER | changes, "run": None}
+
+
 WRONG: dict[str, tuple[list[Any], str]] = {
-    "NaN": ([GOOD | {"logprobs": [[-0.5, float("nan")], [-0.1]]}], "no numbers"),
-    "infinite": ([GOOD | {"logprobs": [[-0.5, float("-inf")], [-0.1]]}], "no numbers"),
-    "none": ([GOOD | {"logprobs": [[-0.5, None], [-0.1]]}], "answers nothing"),
-    "too few logprobs": ([GOOD | {"logprobs": [[-0.5], [-0.1]]}], "wrong counts"),
-    "too few rollouts": ([GOOD | {"token_ids": [[5, 6]], "logprobs": [[-0.5, -0.5]]}], "wrong counts"),
-    "an id too large": ([GOOD | {"token_ids": [[5, 10**6], [7]]}], "outside the vocabulary"),
-    "an id below 0": ([GOOD | {"token_ids": [[5, -1], [7]]}], "outside the vocabulary"),
-    "ids as text": ([GOOD | {"token_ids": [["5", "6"], ["7"]]}], "answers nothing"),
-    "aborted": ([GOOD | {"finish_reason": ["abort", "stop"]}], "no known end"),
-    "another key": ([GOOD | {"key": 4}], "answers nothing"),
-    "the same twice": ([GOOD, GOOD], "answers nothing"),
+    "NaN": ([line(logprobs=[-0.5, float("nan")])], "no numbers"),
+    "infinite": ([line(logprobs=[-0.5, float("-inf")])], "no numbers"),
+    "none": ([line(logprobs=[-0.5, None])], "answers nothing"),
+    "too few logprobs": ([line(logprobs=[-0.5])], "wrong counts"),
+    "an id too large": ([line(token_ids=[5, 10**6])], "outside the vocabulary"),
+    "an id below 0": ([line(token_ids=[5, -1])], "outside the vocabulary"),
+    "ids as text": ([line(token_ids=["5", "6"])], "answers nothing"),
+    "aborted": ([line(finish_reason="abort")], "no known end"),
+    "another end": ([line(finish_reason="tired")], "answers nothing"),
+    "another place": ([line(place=4)], "answers nothing"),
+    "no place": ([{"answer": ANSWER, "run": None}], "answers nothing"),
+    "the same twice": ([line(), line()], "answers nothing"),
     "an error": ([{"error": "the engine failed"}], "the engine failed"),
     "no JSON": (["<html>"], "no JSON"),
-    "nothing": ([], "left out 1 of 1"),
+    "nothing": ([], "left out 2 of 2"),
+    "one of two": ([line()], "left out 1 of 2"),
     "cut in a line": (["CUT"], "broke off"),
 }
 
@@ -233,10 +287,9 @@ def test_an_answer_that_cannot_be_right_is_the_engines_failure(wrong: str, polic
 
 def test_a_right_answer_is_taken(policy: Policy) -> None:
     """So that the failures above are what they say."""
-    with lying(policy, [GOOD]) as url:
-        [answer] = asked(VllmServer(policy, url=url))
-    assert answer.token_ids == ((5, 6), (7,))
-    assert answer.policy_versions == ((0, 0), (0, 0))
+    with lying(policy, [line(1), line()]) as url:
+        answers = asked(VllmServer(policy, url=url))
+    assert answers == [Answer((5, 6), (-0.5, -0.5), "length", (0, 0))] * 2
 
 
 @pytest.mark.parametrize("untold", ["vocabulary", "tokenizer", "dtype", "weights_root", "transfer_ranks"])

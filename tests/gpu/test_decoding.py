@@ -7,6 +7,7 @@ Tolerances of logprobs: 1e-4 in float32; in bfloat16, against the trainer's own 
 
 import asyncio
 import copy
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from podium.engine import inprocess
-from podium.engine._cuda.roster import ladder
+from podium.engine.cuda.roster import ladder
+from podium.engine.decoding.queue import RequestQueue
 from podium.engine.inprocess import Inprocess
 from podium.model import attention
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
-from podium.model.products import ExactSums, keep_exact_sums
-from podium.records import Answer, Request, Sampling
-from podium.settings import Model
+from podium.model.products import keep_exact_sums
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model
 
 pytestmark = [
@@ -34,12 +36,11 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0)
 TOLERANCE = {None: 1e-4, torch.bfloat16: 0.05}
 ADAPTED_TOLERANCE = {None: 1e-4, torch.bfloat16: 0.15}
 MEAN_TOLERANCE = {None: 1e-4, torch.bfloat16: 0.015}
-Made = dict[int, Answer]
 
 
-def policy_of(model: Any, exact: ExactSums = "residual") -> Policy:
+def policy_of(model: Any) -> Policy:
     model = model.cuda()
-    keep_exact_sums(model, exact)
+    keep_exact_sums(model)
     return Policy(model, twin_of(model), None, None, (), 512, torch.device("cuda"), "")
 
 
@@ -57,21 +58,21 @@ def wide_model() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
 
 
-def requests(rollouts: int, group: int = 8, vocabulary: int = 50) -> list[Request]:
-    """Prompts of different lengths."""
+def requests(rollouts: int, sampling: Sampling = GREEDY, group: int = 8, vocabulary: int = 50) -> list[Request]:
+    """Rollouts of prompts of different lengths."""
+    prompts = [
+        tuple((7 * k + 3 * i) % (vocabulary - 3) + 3 for i in range(2 + k % 9)) for k in range(rollouts // group)
+    ]
     return [
-        Request(
-            k,
-            tuple((7 * k + 3 * i) % (vocabulary - 3) + 3 for i in range(2 + k % 9)),
-            tuple(range(k * 100, k * 100 + group)),
-        )
-        for k in range(rollouts // group)
+        Request(ids, sampling, k * 100 + sample, PrefixGroup(f"train/{k}", group))
+        for k, ids in enumerate(prompts)
+        for sample in range(group)
     ]
 
 
-def generate(engine: Inprocess, asked: list[Request], sampling: Sampling) -> Made:
-    async def run() -> Made:
-        return {answer.key: answer async for answer in engine.generate(asked, sampling)}
+def generate(engine: Inprocess, asked: list[Request]) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return list(await asyncio.gather(*map(engine.generate, asked)))
 
     return asyncio.run(run())
 
@@ -79,25 +80,25 @@ def generate(engine: Inprocess, asked: list[Request], sampling: Sampling) -> Mad
 def plain(engine: Inprocess) -> Inprocess:
     """The same weights without captured steps."""
     other = copy.copy(engine)
-    other._continuous = None
+    other._captured = None
+    other._queue = RequestQueue(other._thread, other._decode)
     return other
 
 
-def assert_trained_alike(policy: Policy, asked: list[Request], made: Made, dtype: torch.dtype | None) -> None:
+def assert_trained_alike(policy: Policy, asked: list[Request], made: list[Answer], dtype: torch.dtype | None) -> None:
     """The logprobs are those of the trainer's forward pass."""
     found = gaps(policy, asked, made, dtype)
     assert max(found) <= (TOLERANCE if policy.peft is None else ADAPTED_TOLERANCE)[dtype]
     assert fmean(found) <= MEAN_TOLERANCE[dtype]
 
 
-def gaps(policy: Policy, asked: list[Request], made: Made, dtype: torch.dtype | None) -> list[float]:
-    """How far each token's logprob is from the trainer's, in two answers to each prompt."""
+def gaps(policy: Policy, asked: list[Request], made: list[Answer], dtype: torch.dtype | None) -> list[float]:
+    """How far each token's logprob is from the trainer's, in every fourth answer."""
     found: list[float] = []
-    for request in asked:
-        for ids, logprobs in list(zip(made[request.key].token_ids, made[request.key].logprobs, strict=True))[:2]:
-            expected = sequence_logprobs(policy.model, [*request.token_ids, *ids], compute_dtype=dtype)
-            own = expected[len(request.token_ids) - 1 :]
-            found += [abs(mine - theirs) for mine, theirs in zip(logprobs, own, strict=True)]
+    for request, answer in list(zip(asked, made, strict=True))[::4]:
+        expected = sequence_logprobs(policy.model, [*request.token_ids, *answer.token_ids], compute_dtype=dtype)
+        own = expected[len(request.token_ids) - 1 :]
+        found += [abs(mine - theirs) for mine, theirs in zip(answer.logprobs, own, strict=True)]
     return found
 
 
@@ -105,12 +106,47 @@ def test_greedy_answers_equal_the_plain_ones_for_every_size_of_the_ladder() -> N
     engine = Inprocess(policy_of(wide_model()))
     for size in ladder(192):
         asked = requests(size, vocabulary=1024)
-        found, expected = generate(engine, asked, GREEDY), generate(plain(engine), asked, GREEDY)
-        assert engine._continuous is not None
-        for key, answer in expected.items():
-            assert found[key].token_ids == answer.token_ids, size
-            for mine, theirs in zip(found[key].logprobs, answer.logprobs, strict=True):
-                assert mine == pytest.approx(theirs, abs=1e-4)
+        found, expected = generate(engine, asked), generate(plain(engine), asked)
+        assert engine._captured is not None
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.token_ids == theirs.token_ids, size
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+MIXED = [
+    Sampling(max_new_tokens=16),
+    Sampling(max_new_tokens=40, temperature=0),
+    Sampling(max_new_tokens=24, temperature=0.6, stop_ids=(5, 9)),
+    Sampling(max_new_tokens=16, top_p=0.7),
+    Sampling(max_new_tokens=7, top_k=5),
+]
+
+
+def test_one_captured_step_serves_rollouts_of_different_samplings() -> None:
+    engine = Inprocess(policy_of(wide_model()), concurrency=24)
+    plainly = plain(engine)
+    asked = [replace(each, sampling=MIXED[k % 5]) for k, each in enumerate(requests(64, vocabulary=1024))]
+    found, expected = generate(engine, asked), generate(plainly, asked)
+    assert engine._captured is not None
+    same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(found, expected, strict=True)]
+    assert sum(same) >= len(same) - 2  # a random number may fall on the edge between two ids
+
+
+def test_two_callers_at_once_are_served_by_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Inprocess(policy_of(wide_model()))
+    training, evaluation = requests(64, Sampling(max_new_tokens=60), vocabulary=1024), requests(24, vocabulary=1024)
+    expected = [generate(engine, training), generate(engine, evaluation)]
+    monkeypatch.setattr(engine._plain, "run", lambda arrivals: pytest.fail("plain decoding"))
+
+    async def both() -> list[list[Answer]]:
+        first = asyncio.gather(*map(engine.generate, training))
+        await asyncio.sleep(0.01)
+        second = asyncio.gather(*map(engine.generate, evaluation))
+        return [list(await first), list(await second)]
+
+    for found, alone in zip(asyncio.run(both()), expected, strict=True):
+        same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(found, alone, strict=True)]
+        assert sum(same) >= len(same) - 1
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -119,15 +155,13 @@ def test_logprobs_are_the_trainers_with_refill_and_compaction(shape: str, dtype:
     """40 rollouts on 13 slots, which end at different moments."""
     policy = policy_of(wide_model() if shape == "wide" else a_model(shape))
     engine = Inprocess(policy, False, dtype, concurrency=13)
-    asked = requests(40)
     stops = tuple(range(0, policy.vocabulary, 20))
-    for sampling in (Sampling(max_new_tokens=40, stop_ids=stops), Sampling(max_new_tokens=40)):
-        made = generate(engine, asked, sampling)
-        assert engine._continuous is not None
-        assert sorted(made) == [request.key for request in asked]
+    for sampling in (Sampling(max_new_tokens=40), Sampling(max_new_tokens=40, stop_ids=stops)):
+        asked = requests(40, sampling)
+        made = generate(engine, asked)
+        assert engine._captured is not None
         assert_trained_alike(policy, asked, made, dtype)
-    lengths = {len(ids) for a in generate(engine, asked, Sampling(40, stop_ids=stops)).values() for ids in a.token_ids}
-    assert len(lengths) > 3
+    assert len({len(answer.token_ids) for answer in made}) > 3
 
 
 @pytest.mark.parametrize(
@@ -137,14 +171,13 @@ def test_logprobs_are_the_trainers_with_refill_and_compaction(shape: str, dtype:
 )
 def test_draws_equal_those_of_the_plain_path(sampling: Sampling) -> None:
     engine = Inprocess(policy_of(wide_model()), concurrency=24)
-    asked = requests(64, vocabulary=1024)
-    found, expected = generate(engine, asked, sampling), generate(plain(engine), asked, sampling)
-    assert engine._continuous is not None
-    same = [found[key].token_ids[k] == ids for key, a in expected.items() for k, ids in enumerate(a.token_ids)]
+    asked = requests(64, sampling, vocabulary=1024)
+    found, expected = generate(engine, asked), generate(plain(engine), asked)
+    assert engine._captured is not None
+    same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(found, expected, strict=True)]
     assert sum(same) >= len(same) - 1  # a random number may fall on the edge between two ids
-    for key, answer in expected.items():
-        for mine, theirs in zip(found[key].logprobs, answer.logprobs, strict=True):
-            assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -152,7 +185,7 @@ def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dty
     policy = load_policy(Model.model_validate({"device": "cuda"}), seed=0)
     engine = Inprocess(policy, False, dtype)
     asked = requests(24)
-    base = made = generate(engine, asked, GREEDY)
+    base = made = generate(engine, asked)
     torch.manual_seed(0)
     for version in (1, 2):
         with torch.no_grad():
@@ -161,21 +194,20 @@ def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dty
                     parameter.add_(0.03 * torch.randn_like(parameter))
         assert fmean(gaps(policy, asked, made, dtype)) > 2 * MEAN_TOLERANCE[torch.bfloat16]  # a version old: seen
         asyncio.run(engine.load_weights(policy.named_weights(), version))
-        made = generate(engine, asked, GREEDY)
-        assert engine._continuous is not None
+        made = generate(engine, asked)
+        assert engine._captured is not None
         assert_trained_alike(policy, asked, made, dtype)
-        assert {key: a.token_ids for key, a in made.items()} != {key: a.token_ids for key, a in base.items()}
-        assert all(answer.policy_versions == ((version, version),) * 8 for answer in made.values())
+        assert [answer.token_ids for answer in made] != [answer.token_ids for answer in base]
+        assert {answer.policy_versions for answer in made} == {(version, version)}
 
 
-@pytest.mark.parametrize("exact", ["residual", "mlp"])
-def test_full_weights_in_bfloat16_follow_the_trainer(exact: ExactSums) -> None:
-    policy = policy_of(wide_model(), exact)
+def test_full_weights_in_bfloat16_follow_the_trainer() -> None:
+    policy = policy_of(wide_model())
     engine = Inprocess(policy, False, torch.bfloat16)
     asked = requests(16)
     for version in (0, 1):
         asyncio.run(engine.load_weights(policy.named_weights(), version))
-        assert_trained_alike(policy, asked, generate(engine, asked, GREEDY), torch.bfloat16)
+        assert_trained_alike(policy, asked, generate(engine, asked), torch.bfloat16)
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter.mul_(1.2)
@@ -186,7 +218,7 @@ def test_a_replayed_score_is_that_of_the_weights_that_decode(dtype: torch.dtype 
     policy = policy_of(wide_model())
     engine = Inprocess(policy, False, dtype)
     text = [1 + i % 50 for i in range(40)]
-    generate(engine, requests(8), GREEDY)
+    generate(engine, requests(8))
     found = []
     for version in range(4):  # plain, captured, replayed, replayed
         asyncio.run(engine.load_weights(policy.named_weights(), version))
@@ -204,11 +236,11 @@ def test_it_says_why_it_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*args: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("podium.engine._cuda.decode_step.compile_layers", broken)
+    monkeypatch.setattr("podium.engine.cuda.decode_step.compile_layers", broken)
     policy = policy_of(a_model("llama"))
     engine = Inprocess(policy)
     with pytest.warns(UserWarning, match="without CUDA graphs.*no such kernel"):
-        made = generate(engine, requests(16), GREEDY)
+        made = generate(engine, requests(16))
     assert_trained_alike(policy, requests(16), made, None)
     monkeypatch.setattr(inprocess, "has_triton", lambda: False)
     with pytest.warns(UserWarning, match="Triton"):
@@ -218,11 +250,10 @@ def test_it_says_why_it_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_step_waits_for_nothing() -> None:
     """Between two looks at what has ended, the host waits for the device only for what it looked at before."""
     engine = Inprocess(policy_of(wide_model()))
-    asked = requests(64, vocabulary=1024)
-    generate(engine, asked, Sampling(max_new_tokens=64))
+    generate(engine, requests(64, Sampling(max_new_tokens=64), vocabulary=1024))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step = engine._continuous._step  # type: ignore[union-attr]
+        step = engine._captured._step  # type: ignore[union-attr]
         assert step is not None
         with torch.no_grad():
             for _ in range(8):

@@ -40,7 +40,7 @@ def test_g20_ten_kills_of_a_vllm_engine_in_mid_rollout(tmp_path: Path) -> None:
         waits.append(time.monotonic() - began)
 
     member = ("--engine.member.eager=true", f"--engine.member.memory_share={MEMORY_SHARE}")
-    plain = ("--model.device=cuda", "--trainer.compile=false")
+    plain = ("--model.device=cuda",)
     flags = (*plain, "--engine.of=vllm_local", "--engine.replicas=[1, 1]", *member)
     with a_run(tmp_path, *flags) as run:
         run.until(lambda: run.num_steps() > 0, 600)

@@ -9,7 +9,7 @@ import torch
 from podium.engine.inprocess import Inprocess
 from podium.model.device_thread import SHARED
 from podium.pack import pack
-from podium.records import Answer, Request, Sampling
+from podium.records import Request, Sampling
 from tests.model.test_attention import a_model
 
 from .test_decoding import policy_of, requests
@@ -21,12 +21,12 @@ pytestmark = [
 ]
 
 SAMPLING = Sampling(max_new_tokens=200, temperature=1.0)
-Made = dict[int, tuple]
+Made = list[tuple]
 
 
 async def written(engine: Inprocess, asked: list[Request]) -> Made:
-    made: dict[int, Answer] = {answer.key: answer async for answer in engine.generate(asked, SAMPLING)}
-    return {key: (answer.token_ids, answer.logprobs) for key, answer in made.items()}
+    made = await asyncio.gather(*map(engine.generate, asked))
+    return [(answer.token_ids, answer.logprobs) for answer in made]
 
 
 def test_what_is_written_beside_training_is_what_would_be_written_alone() -> None:
@@ -34,7 +34,7 @@ def test_what_is_written_beside_training_is_what_would_be_written_alone() -> Non
     engine = Inprocess(trainer._policy, snapshot=True, compute_dtype=torch.bfloat16, overlaps=True)
     assert engine._thread is not SHARED
     batches = pack(groups_of(32), max_tokens_per_batch=256, temperature=1.0)
-    asked = requests(64)
+    asked = requests(64, SAMPLING)
 
     async def both() -> tuple[Made, Made, Made]:
         await engine.load_weights(trainer.weights(), 0)
@@ -55,7 +55,7 @@ def test_what_is_written_beside_training_is_what_would_be_written_alone() -> Non
 def test_a_long_call_of_the_trainer_does_not_keep_the_engine_waiting() -> None:
     policy = policy_of(a_model("llama"))
     engine = Inprocess(policy, snapshot=True, overlaps=True)
-    asked = requests(16)
+    asked = requests(16, SAMPLING)
 
     async def beside_a_call() -> bool:
         await engine.load_weights(policy.named_weights(), 0)

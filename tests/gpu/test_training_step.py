@@ -9,13 +9,13 @@ import torch
 import torch._inductor.config
 import torch._inductor.cpu_vec_isa
 
-from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
+from podium.loss.objective.objective import Objective
 from podium.model.load import load_policy
 from podium.pack import pack
 from podium.records import Group, Prompt, Rollout, ids_digest
-from podium.runtime._memory import memory_plan
-from podium.settings import Settings
+from podium.runtime.wiring.memory import memory_plan
+from podium.settings.tables import Settings
 from podium.trainer.single import Single
 from tests.conftest import small_tables
 from tests.model.test_attention import SHAPES, a_batch, a_model
@@ -109,10 +109,11 @@ def test_no_micro_batch_waits_for_the_device() -> None:
     assert many[1] - few[1] <= transfers * (many[0] - few[0]), waits
 
 
-def test_a_step_needs_about_the_memory_that_was_planned(tmp_path) -> None:
+def test_a_step_needs_about_the_memory_that_was_planned(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("podium.runtime.wiring.memory.is_compiled", lambda model: False)
     tables = small_tables(tmp_path / "run")
     tables["model"] = {"device": "cuda", "lora": False}
-    tables["trainer"] = {"precision": "bfloat16", "compile": False}
+    tables["trainer"] = {"precision": "bfloat16"}
     settings = Settings.model_validate(tables)
     policy = load_policy(settings.model, seed=0)
     plan = memory_plan(settings, policy, 20)

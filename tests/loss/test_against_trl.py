@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from podium.loss._objective import Objective
 from podium.loss.cispo import cispo
 from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
+from podium.loss.objective.objective import Objective
 from podium.model.forward import place, policy_logprobs
 from podium.model.load import load_policy
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, Rollout
-from podium.settings import Model
+from podium.settings.tables import Model
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (extra benchmark)")
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], Objective]] = {
     "dapo": ({"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}, Objective(dapo)),
     "dr_grpo": (
         {"loss_type": "dr_grpo", "epsilon": 0.2},
-        Objective(grpo, average="constant", constant=MAX_NEW_TOKENS),
+        Objective(grpo, average=MAX_NEW_TOKENS),
     ),
     "gspo": (
         {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"},
@@ -40,11 +40,11 @@ CASES: dict[str, tuple[dict[str, Any], Objective]] = {
     ),
     "gspo, wide": (
         {"loss_type": "grpo", "epsilon": 0.3, "epsilon_high": 0.3, "importance_sampling_level": "sequence"},
-        Objective(lambda p, o, b: gspo(p, o, b, clip_low=0.3, clip_high=0.3), average="rollouts"),
+        Objective(lambda p, o, b: gspo(p, o, b, clip=0.3), average="rollouts"),
     ),
     "cispo": (
         {"loss_type": "cispo", "epsilon_high": 1.28},
-        Objective(lambda p, o, b: cispo(p, o, b, clip_low="none", clip_high=0.28)),
+        Objective(lambda p, o, b: cispo(p, o, b, clip=("none", 0.28))),
     ),
     "grpo with kl": (
         {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.1, "use_bias_correction_kl": False},

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from podium.loss._correction import Correction, correction_weights
-from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import Correction, correction_weights
 from tests.loss.batches import a_batch
 
 LN = math.log

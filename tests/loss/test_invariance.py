@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.lookup import choices, find
-from podium.loss._correction import Correction
-from podium.loss._objective import Objective
-from podium.loss._traits import traits_of
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import Correction
+from podium.loss.objective.traits import traits_of
 from podium.records import Batch
+from podium.settings.lookup import choices, find
 from tests.loss.batches import a_batch
 
 
@@ -42,7 +42,7 @@ def random_batch(lengths: list[int], seed: int) -> Batch:
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=7),
     cut=st.integers(1, 6),
     seed=st.integers(0, 10_000),
-    average=st.sampled_from(["tokens", "rollouts", "constant"]),
+    average=st.sampled_from(["tokens", "rollouts", 5]),
     estimator=st.sampled_from(["k1", "k2", "k3", "k4"]),
 )
 def test_loss_and_gradient_do_not_depend_on_the_split(name, lengths, cut, seed, average, estimator) -> None:
@@ -50,7 +50,6 @@ def test_loss_and_gradient_do_not_depend_on_the_split(name, lengths, cut, seed, 
     objective = Objective(
         partial(loss),
         average=traits_of(loss).average or average,
-        constant=5,
         correction=Correction(level=traits_of(loss).correction_level),
         kl_beta=0.1,
         kl_estimator=estimator,

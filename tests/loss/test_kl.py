@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from podium.loss._kl import fold_into_advantages, kl_per_token
-from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import fold_into_advantages, kl_per_token
 from tests.loss.batches import a_batch
 
 # d = policy − reference = 0.5 and −1.0
@@ -86,7 +86,7 @@ def test_the_mean_drift_is_that_of_the_whole_step_however_it_is_split() -> None:
 
 def test_folding_leaves_the_loss_without_a_kl_term() -> None:
     batch = replace(a_batch([2], [0.0]), reference_logprobs=torch.tensor([0.0, *REFERENCE]))
-    objective = Objective(grpo, kl_beta=0.1, kl_in="advantage")
+    objective = Objective(grpo, kl_beta=0.1, kl_estimator="in_advantages")
     assert objective(torch.tensor([0.0, *POLICY]), batch).kl_loss.item() == 0
     assert objective.prepare([batch], alone)[0].advantages.abs().sum() > 0
     assert Objective(grpo, kl_beta=0.1).prepare([batch], alone) == [batch]

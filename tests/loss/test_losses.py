@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from podium.loss._correction import Correction
-from podium.loss._objective import Objective
-from podium.loss._traits import traits_of
 from podium.loss.cispo import cispo
 from podium.loss.dapo import dapo
 from podium.loss.dro import dro
@@ -21,6 +18,9 @@ from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
 from podium.loss.importance_sampling import importance_sampling
 from podium.loss.mean_logprob import mean_logprob
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import Correction
+from podium.loss.objective.traits import traits_of
 from podium.loss.reinforce import reinforce
 from podium.loss.sequence import sequence
 from podium.records import LossOutput
@@ -68,7 +68,7 @@ CASES = {
     "grpo clipped": (grpo, [1.5, 0.5, 0.5], {}, (-2.4 - 1.0 + 0.8) / 3, [0, -1.0 / 3, 0]),
     # A < 0 and r = 1.5: no clip above
     "grpo not clipped above when bad": (grpo, [1.0, 1.0, 1.5], {}, (-2 - 2 + 1.5) / 3, [-2 / 3, -2 / 3, 1.5 / 3]),
-    "grpo with an explicit clip of 0": (grpo, [1.1, 1, 1], {"clip_high": 0.0}, (-2 - 2 + 1) / 3, [0, -2 / 3, 1 / 3]),
+    "grpo with an explicit clip of 0": (grpo, [1.1, 1, 1], {"clip": (0.2, 0.0)}, (-2 - 2 + 1) / 3, [0, -2 / 3, 1 / 3]),
     # 1.25 is inside DAPO's 1.28
     "dapo": (dapo, [1.25, 1.5, 1.0], {}, (-2.5 - 2.56 + 1) / 3, [-2.5 / 3, 0, 1 / 3]),
     # A < 0, r = 4: the loss 4 is bounded by 3·1, without gradient
@@ -92,7 +92,7 @@ CASES = {
     # s of the first = (ln 1.5 + ln 0.5)/2 = ln √0.75; both tokens have that ratio: 0.8660254; of the second 1.1
     # per rollout: −2·0.8660254 and 1.1, mean over 2; gradient −r·A/(2 tokens · 2 rollouts), and r/2 for the second
     "gspo, wide clip": (
-        gspo, [1.5, 0.5, 1.1], {"clip_low": 0.5, "clip_high": 0.5}, (-2 * 0.8660254 + 1.1) / 2,
+        gspo, [1.5, 0.5, 1.1], {"clip": 0.5}, (-2 * 0.8660254 + 1.1) / 2,
         [-2 * 0.8660254 / 4, -2 * 0.8660254 / 4, 1.1 / 2],
     ),
     # default bounds 3e-4 / 4e-4: 1.01 with A > 0 counts as 1.0004, 0.99 with A < 0 as 0.9997, neither with gradient
@@ -103,7 +103,7 @@ CASES = {
         [-2.56 / 3, -1.6 / 3, 1 / 3],
     ),
     "cispo without a lower bound": (
-        cispo, [1.5, 0.5, 1.0], {"clip_low": "none"}, (-2.56 * (-1 + LN(1.5)) - 1.0 * (-0.5 + LN(0.5)) - 2) / 3,
+        cispo, [1.5, 0.5, 1.0], {"clip": ("none", 0.28)}, (-2.56 * (-1 + LN(1.5)) - 1.0 * (-0.5 + LN(0.5)) - 2) / 3,
         [-2.56 / 3, -1.0 / 3, 1 / 3],
     ),
     # products 1.1·1.05 = 1.155 and 1.1; −2·1.155 and 1.1, mean over 2; d/d lp = −r·A/2 on each token
@@ -132,7 +132,7 @@ def test_averaged_over_rollouts_every_answer_weighs_the_same() -> None:
 
 def test_averaged_over_a_constant_length() -> None:
     # (−2 − 2 + 1) / (2 rollouts · 8)
-    made, gradient = output(grpo, [1, 1, 1], average="constant", constant=8)
+    made, gradient = output(grpo, [1, 1, 1], average=8)
     assert made.loss.item() == pytest.approx(-3 / 16, abs=1e-6)
     assert gradient == pytest.approx([-2 / 16, -2 / 16, 1 / 16], abs=1e-6)
 
@@ -178,7 +178,7 @@ def test_dros_penalty_is_not_corrected() -> None:
 
 def test_gspos_ratio_is_bounded() -> None:
     """A mean log-ratio of 12 is cut at 10: e^10 and not e^12."""
-    made, _ = output(gspo, [math.e**12] * 3, advantages=(-1.0, -1.0), options={"clip_low": 0.5, "clip_high": 1e9})
+    made, _ = output(gspo, [math.e**12] * 3, advantages=(-1.0, -1.0), options={"clip": (0.5, 1e9)})
     assert made.ratio[1].item() == pytest.approx(math.e**10, rel=1e-5)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from podium.errors import InputError
-from podium.lookup import choices
-from podium.runtime._build import build_objective, build_reference
-from podium.settings import Settings
+from podium.loss.build import build_objective
+from podium.settings.lookup import choices
+from podium.settings.tables import Settings
+from podium.trainer.build import build_reference
 
 
 def made(loss: dict[str, Any], **others: Any) -> Settings:
@@ -15,20 +16,17 @@ def made(loss: dict[str, Any], **others: Any) -> Settings:
 
 
 REFUSED = {
-    "clip below zero": ({"loss": {"clip_high": -0.1}}, "loss.clip_high = -0.1"),
+    "clip below zero": ({"loss": {"clip": -0.1}}, "loss.clip = -0.1"),
     "unknown estimator": (
-        {"loss": {"kl_beta": 0.1, "kl_estimator": "k9"}, "model": {"reference": "initial"}}, "'k1', 'k2', 'k3' or 'k4'",
+        {"loss": {"kl_beta": 0.1, "kl_estimator": "k9"}, "model": {"reference": "initial"}},
+        "'k1', 'k2', 'k3', 'k4' or 'in_advantages'",
     ),
-    "option of another loss": ({"loss": {"name": "dro", "clip_high": 0.1}}, "loss.clip_high is not an option of dro"),
+    "option of another loss": ({"loss": {"name": "dro", "clip": 0.1}}, "loss.clip is not an option of dro"),
     "kl without a reference": ({"loss": {"kl_beta": 0.1}}, 'set model.reference = "initial"'),
     "reference without kl": ({"model": {"reference": "initial"}}, "model.reference has no effect"),
     "estimator without kl": ({"loss": {"kl_estimator": "k1"}}, "loss.kl_estimator has no effect"),
-    "estimator of folded kl": (
-        {"loss": {"kl_beta": 0.1, "kl_in": "advantage", "kl_estimator": "k1"}, "model": {"reference": "initial"}},
-        "loss.kl_estimator has no effect",
-    ),
     "another average": ({"loss": {"name": "gspo", "average": "tokens"}}, "gspo is averaged over rollouts"),
-    "constant without its average": ({"loss": {"constant": 7}}, "loss.constant has no effect"),
+    "a length of nothing": ({"loss": {"average": 0}}, "loss.average = 0: "),
     "correction of a loss that has its own": (
         {"loss": {"name": "reinforce", "correction": {"cap": 3.0}}}, "the ratio is against the sampler already",
     ),
@@ -37,7 +35,7 @@ REFUSED = {
         {"loss": {"name": "gspo", "correction": {"level": "token"}}}, "takes its ratio over whole rollouts",
     ),
     "several updates without a ratio": (
-        {"loss": {"name": "mean_logprob"}, "trainer": {"epochs_per_batch": 2}}, "right for one update per batch only",
+        {"loss": {"name": "mean_logprob"}, "trainer": {"epochs_per_batch": 2}}, "correct only for one update per batch",
     ),
     "several minibatches without a ratio": (
         {"loss": {"name": "mean_logprob"}, "trainer": {"minibatches_per_step": 2}},
@@ -115,15 +113,15 @@ def test_it_can_be_switched_off_and_is_off_against_the_sampler() -> None:
 def test_what_the_section_says_reaches_the_objective() -> None:
     settings = made(
         {"name": "grpo", "average": "constant", "kl_beta": 0.02, "kl_estimator": "kl2",
-         "correction": {"cap": 5.0, "band": 3.0, "sequence_band": False}},
+         "correction": {"cap": 5.0, "band": 3.0}},
         model={"reference": {"alpha": 0.1, "every": 4}},
         rollout={"max_new_tokens": 99},
     )  # fmt: skip
     objective, reference = build_objective(settings), build_reference(settings)
-    assert (objective.average, objective.constant) == ("constant", 99)
-    assert (objective.kl_beta, objective.kl_estimator, objective.kl_in) == (0.02, "k2", "loss")
+    assert objective.average == 99
+    assert (objective.kl_beta, objective.kl_estimator) == (0.02, "k2")
     assert objective.correction is not None
-    assert (objective.correction.cap, objective.correction.band, objective.correction.sequence_band) == (5.0, 3.0, None)
+    assert (objective.correction.cap, objective.correction.band) == (5.0, 3.0)
     assert reference is not None
     assert (reference.alpha, reference.every) == (0.1, 4)
 
@@ -147,7 +145,12 @@ def test_an_estimator_whose_expected_gradient_is_0_is_warned_of() -> None:
     reference = {"reference": "initial"}
     [caution] = made({"kl_beta": 0.1, "kl_estimator": "kl"}, model=reference).cautions
     assert "loss.kl_estimator = 'k1' keeps nothing near the reference" in caution
-    for other in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k4"}, {"kl_in": "advantage"}):
+    for other in (
+        {"kl_estimator": "k2"},
+        {"kl_estimator": "k3"},
+        {"kl_estimator": "k4"},
+        {"kl_estimator": "in_advantages"},
+    ):
         assert made({"kl_beta": 0.1, **other}, model=reference).cautions == []
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from podium.model.hub import smollm2_folder
 from podium.model.load import EMBEDDED
-from podium.model.smollm2 import smollm2_folder
 
 CORPUS = [
     "Think first, inside <think> and </think>, then answer the user with a number such as 42 or 1,000.",

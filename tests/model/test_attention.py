@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 
 from podium.model import attention
 from podium.model.forward import place, policy_logprobs, sequence_logprobs
-from podium.model.row import Segments
+from podium.model.packed_row import Segments
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, Rollout
 

@@ -4,8 +4,8 @@ from transformers import AutoTokenizer
 
 from podium.errors import InputError
 from podium.model.chat import render
+from podium.model.hub import smollm2_folder
 from podium.model.load import EMBEDDED
-from podium.model.smollm2 import smollm2_folder
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -148,7 +148,7 @@ def test_without_a_template_the_prompt_is_the_plain_text(tokenizer) -> None:
 )
 def test_a_template_that_refuses_is_told_with_the_turns(tokenizer, template: str) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match="the model's chat template refuses the turns system, user: "):
+    with pytest.raises(InputError, match="the model's chat template rejects the turns system, user: "):
         render(tokenizer, [turn("user", "a")], system="S")
 
 

@@ -10,16 +10,17 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from podium.check import check
+from podium.check.verdicts import check
+from podium.engine.build import cpu_team
+from podium.engine.decoding.plain import PlainDecoder
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError, NoProgressError
 from podium.model import device_thread
 from podium.model.device_thread import SHARED, DeviceThread, one_team, team_size
 from podium.model.fused import SAVED_SHARE
-from podium.run import evaluate, resume, train
-from podium.run_folder import RunFolder
-from podium.runtime._engine import cpu_team
-from podium.settings import Settings
+from podium.run.folder import RunFolder
+from podium.run.start import evaluate, resume, train
+from podium.settings.tables import Settings
 
 T = TypeVar("T")
 
@@ -306,7 +307,7 @@ def test_a_device_that_an_earlier_run_left_stuck_is_told_every_time(
     monkeypatch.setattr(device_thread, "SHARED", stuck)
     stuck._pool.submit(free.wait, 10)
     for _ in range(2):
-        with pytest.raises(NoProgressError, match=r"is still going on, .* start a new process"), one_team():
+        with pytest.raises(NoProgressError, match=r"is still running, .* start a new process"), one_team():
             pass
         assert threads_there(here) == 2
     free.set()
@@ -351,7 +352,7 @@ SEEN: list[int] = []
 def test_an_engine_is_made_without_the_team_that_it_works_with(
     job: Job, two_threads: None, small: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, drawn = Inprocess._check_decoding, Inprocess._prefill
+    made, drawn = Inprocess._check_decoding, PlainDecoder._prefill
     SEEN.clear()
     at_work: set[int] = set()
 
@@ -359,13 +360,13 @@ def test_an_engine_is_made_without_the_team_that_it_works_with(
         SEEN.append(torch.get_num_threads())
         made(self)
 
-    def seen_drawn(self: Inprocess, *given: Any) -> Any:
+    def seen_drawn(self: PlainDecoder, *given: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             at_work.add(torch.get_num_threads())
         return drawn(self, *given)
 
     monkeypatch.setattr(Inprocess, "_check_decoding", seen_made)
-    monkeypatch.setattr(Inprocess, "_prefill", seen_drawn)
+    monkeypatch.setattr(PlainDecoder, "_prefill", seen_drawn)
     job(small)
     assert set(SEEN) == {1}  # with the engine that is tried out on the small copy
     assert at_work == {2}

@@ -1,12 +1,12 @@
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from podium.model.fused import attention_flops, tell_cost_of_attention
+from podium.model.fused import attention_flops, register_cost_of_attention
 
 
 def test_attention_is_counted_by_its_queries_and_the_longest_key() -> None:
     """3 tokens, 2 heads of 4, 5 keys at most: 2 products of 3 · 2 · 4 · 5 pairs, 2 operations each."""
-    tell_cost_of_attention()
+    register_cost_of_attention()
     attention = torch.ops.torch_attn._varlen_attn
     assert flop_registry[attention]
     named = [argument.name for argument in attention.default._schema.arguments]

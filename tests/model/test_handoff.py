@@ -20,7 +20,7 @@ from podium.model.handoff import (
     unpack_published,
 )
 from podium.model.load import Policy, load_policy
-from podium.sections import Model
+from podium.settings.sections import Model
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["lora", "full"])
@@ -118,10 +118,10 @@ DAMAGES = {
     "no manifest": (lambda folder: manifest_of(folder).unlink(), "there are no weights called"),
     "manifest cut": (lambda folder: manifest_of(folder).write_text('{"version": 3'), "cannot be read"),
     "manifest of another kind": (lambda folder: manifest_of(folder).write_text("[]"), "cannot be read"),
-    "nan": (lambda folder: rewrite(folder, one_nan), "no finite numbers"),
+    "nan": (lambda folder: rewrite(folder, one_nan), "not finite numbers"),
     "shape": (lambda folder: rewrite(folder, a_row_less), "has the shape"),
     "tensor gone": (lambda folder: rewrite(folder, one_less), "missing or unknown"),
-    "integers": (lambda folder: rewrite(folder, integers), "no finite numbers"),
+    "integers": (lambda folder: rewrite(folder, integers), "not finite numbers"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from podium.errors import InputError
 from podium.model.load import EMBEDDED, load_policy
-from podium.settings import Model
+from podium.settings.tables import Model
 
 
 def a_section(**fields) -> Model:

@@ -4,21 +4,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear
-from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
-from podium.engine._cuda.adapted import AdaptedLinear
-from podium.engine._pool.workers import model_of
+from podium.engine.cuda.adapted import AdaptedLinear
 from podium.engine.inprocess import Inprocess
-from podium.errors import InputError
 from podium.model import products
 from podium.model.forward import sequence_logprobs
-from podium.model.load import load_policy, model_folder, twin_of
+from podium.model.load import load_policy, twin_of
 from podium.model.products import ExactLinear, exact_product, keep_exact_sums
-from podium.settings import Model
+from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model
 
 ROWS, WIDTH, OUT = 7, 32, 12
-EXACT = {"residual": {"o_proj", "down_proj"}, "mlp": {"o_proj", "down_proj", "gate_proj", "up_proj"}}
+EXACT = {"o_proj", "down_proj"}
 
 
 def a_layer(*, bias: bool) -> tuple[ExactLinear, torch.Tensor]:
@@ -102,14 +99,13 @@ def test_a_product_has_the_precision_of_its_sums(dtype):
     assert torch.allclose(made.double(), a.double() @ b.double(), atol=1e-5)
 
 
-@pytest.mark.parametrize(("of", "names"), EXACT.items())
-def test_of_a_model_the_layers_that_are_asked_for_keep_their_sums(of, names):
+def test_of_a_model_the_layers_that_are_asked_for_keep_their_sums():
     model = a_model("llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    keep_exact_sums(model, of)
+    keep_exact_sums(model)
 
     kinds = {name.rpartition(".")[2]: type(m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    assert {name for name, kind in kinds.items() if kind is ExactLinear} == names
+    assert {name for name, kind in kinds.items() if kind is ExactLinear} == EXACT
     assert kinds["q_proj"] is kinds["lm_head"] is torch.nn.Linear
     after = model.state_dict()
     assert before.keys() == after.keys()
@@ -129,10 +125,9 @@ def test_with_an_adapter_beside_it_the_sum_of_both_is_not_rounded():
         assert plain(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("of", "names"), EXACT.items())
 @pytest.mark.parametrize("lora", [False, {}])
-def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora, of, names):
-    policy = load_policy(Model.model_validate({"device": "cpu", "lora": lora, "exact_sums": of}), seed=0)
+def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora):
+    policy = load_policy(Model.model_validate({"device": "cpu", "lora": lora}), seed=0)
     seen: dict[str, set[torch.dtype]] = {}
     for name, module in policy.model.named_modules():
         last = name.rpartition(".")[2]
@@ -140,25 +135,10 @@ def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora, of, na
             module.register_forward_hook(lambda _, __, made, last=last: seen.setdefault(last, set()).add(made.dtype))
     sequence_logprobs(policy.model, [1, 2, 3], compute_dtype=torch.bfloat16)
 
-    assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == names
-    assert {name for name, dtypes in seen.items() if dtypes == {torch.bfloat16}} == seen.keys() - names
+    assert {name for name, dtypes in seen.items() if dtypes == {torch.float32}} == EXACT
+    assert {name for name, dtypes in seen.items() if dtypes == {torch.bfloat16}} == seen.keys() - EXACT
     exact = {n.rpartition(".")[2] for n, module in policy.twin.named_modules() if isinstance(module, ExactLinear)}
-    assert exact == names
-
-
-def test_exact_sums_of_an_mlp_whose_layers_have_other_names_are_refused(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(Phi3Config(vocab_size=512, pad_token_id=0, **sizes))
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model_folder("embedded")).save_pretrained(tmp_path)
-    load_policy(Model.model_validate({"name": str(tmp_path), "device": "cpu"}), seed=0)
-    with pytest.raises(InputError, match="has no plain layers called gate_proj and up_proj"):
-        load_policy(Model.model_validate({"name": str(tmp_path), "device": "cpu", "exact_sums": "mlp"}), seed=0)
-
-
-def test_a_process_that_samples_loads_the_model_as_the_trainer_does():
-    policy = load_policy(Model.model_validate({"device": "cpu", "exact_sums": "mlp"}), seed=0)
-    assert Model.model_validate(model_of(policy)).exact_sums == "mlp"
+    assert exact == EXACT
 
 
 def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
@@ -166,9 +146,8 @@ def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
     assert not [module for module in policy.model.modules() if isinstance(module, ExactLinear)]
 
 
-@pytest.mark.parametrize("of", EXACT)
-def test_the_engines_half_copies_with_an_adapter_compute_what_the_trainers_autocast_computes(of):
-    policy = load_policy(Model.model_validate({"device": "cpu", "exact_sums": of}), seed=0)
+def test_the_engines_half_copies_with_an_adapter_compute_what_the_trainers_autocast_computes():
+    policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
@@ -185,19 +164,18 @@ def test_the_engines_half_copies_with_an_adapter_compute_what_the_trainers_autoc
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("of", EXACT)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(shape, of, bias):
+def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(shape, bias):
     model: Any = a_model(shape)
     for layer in model.get_decoder().modules():
         if bias and isinstance(layer, torch.nn.Linear):
             layer.bias = torch.nn.Parameter(torch.randn(layer.out_features))
-    keep_exact_sums(model, of)
+    keep_exact_sums(model)
     engine: Any = SimpleNamespace(_model=twin_of(model), _compute_dtype=torch.bfloat16, _scale=1.0)
     Inprocess._halve(engine, {})
 
     mlp = engine._model.get_submodule("model.layers.0.mlp")
     assert mlp.down_proj.weight.dtype == torch.bfloat16
-    assert hasattr(mlp, "joined_gate_proj_up_proj") == (of == "residual")  # a joined product would be rounded
+    assert hasattr(mlp, "joined_gate_proj_up_proj")
     expected = sequence_logprobs(model, list(range(1, 20)), compute_dtype=torch.bfloat16)
     assert sequence_logprobs(engine._model, list(range(1, 20)), compute_dtype=torch.bfloat16) == expected

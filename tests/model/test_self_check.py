@@ -17,14 +17,13 @@ from transformers import (
 )
 
 from podium.engine import inprocess
-from podium.engine._slots import Slots
+from podium.engine.decoding.slots import Slots
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model import attention, self_check
 from podium.model.forward import max_context_tokens
 from podium.model.load import Policy, twin_of
-from podium.model.self_check import check_model, moved_products, own_logprobs, texts, tolerance
-from podium.model.small_copy import small_copy, windows_of
+from podium.model.self_check import check_model, moved_products, own_logprobs, small_copy, texts, tolerance, windows_of
 from tests.model.test_attention import SHAPES, TINY, a_model
 
 PLAIN = {key: value for key, value in TINY.items() if key != "head_dim"}
@@ -64,7 +63,7 @@ def test_architectures_that_are_computed_rightly_pass_and_keep_their_attention(n
 
 @pytest.mark.parametrize("name", WRONG)
 def test_architectures_that_would_train_wrongly_are_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"model\.name = .* (is not computed rightly|cannot run)"):
+    with pytest.raises(InputError, match=r"model\.name = .* (is not computed correctly|cannot run)"):
         check_model(built(WRONG[name]), name)
 
 
@@ -83,7 +82,7 @@ def policy_of(model, small) -> Policy:
 def test_a_window_that_is_not_kept_is_seen_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     check_model(with_window(), "mistral")
     monkeypatch.setattr(attention, "window_of", lambda module, kwargs: None)
-    with pytest.raises(InputError, match=r"MistralForCausalLM\) is not computed rightly .* beyond a few tokens"):
+    with pytest.raises(InputError, match=r"MistralForCausalLM\) is not computed correctly .* beyond a few tokens"):
         check_model(with_window(), "mistral")
 
 
@@ -103,7 +102,7 @@ def test_documents_that_differ_in_length_are_packed_for_the_check(monkeypatch: p
         return made if len(segments.tables) < 2 else made.roll(1, 0)
 
     monkeypatch.setattr(attention, "_by_table", first_table_for_all)
-    with pytest.raises(InputError, match="is not computed rightly"):
+    with pytest.raises(InputError, match="is not computed correctly"):
         check_model(built(RIGHT["qwen2"]), "qwen2")
 
 
@@ -111,7 +110,7 @@ def test_what_a_pass_draws_at_random_is_seen() -> None:
     model = built(RIGHT["qwen2"])
     layer = model.get_decoder().layers[0].mlp
     layer.register_forward_hook(lambda module, args, out: out + 0.3 * module.training * torch.randn_like(out))
-    with pytest.raises(InputError, match="is not computed rightly"):
+    with pytest.raises(InputError, match="is not computed correctly"):
         check_model(model, "qwen2")
 
 
@@ -122,7 +121,7 @@ def test_in_bfloat16_right_models_pass(name: str) -> None:
 
 def test_in_bfloat16_logits_that_are_five_percent_off_are_seen() -> None:
     """On a few tokens that is less than 0.3, which was allowed once; it is 0.8 elsewhere."""
-    with pytest.raises(InputError, match="is not computed rightly"):
+    with pytest.raises(InputError, match="is not computed correctly"):
         check_model(built(GraniteConfig(**PLAIN, logits_scaling=1.05)).to(torch.bfloat16), "granite")
 
 
@@ -160,7 +159,7 @@ def test_without_a_small_copy_long_windows_are_refused_and_short_ones_are_tried_
         check_model(with_window(), "mistral")
     assert check_model(built(RIGHT["mistral"]), "mistral") is None
     monkeypatch.setattr(attention, "window_of", lambda module, kwargs: None)
-    with pytest.raises(InputError, match="is not computed rightly"):
+    with pytest.raises(InputError, match="is not computed correctly"):
         check_model(built(RIGHT["mistral"]), "mistral")
 
 
@@ -185,19 +184,19 @@ def test_an_engine_that_fails_while_it_decodes_says_so_in_words(monkeypatch: pyt
 
 
 def test_captured_decoding_is_tried_on_the_small_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from podium.engine._cuda import decode_attention
+    from podium.engine.cuda import decode_attention
     from podium.records import Request, Sampling
 
     model = with_window()
     engine = Inprocess(policy_of(model, check_model(model, "mistral")))
-    asked = [Request(0, (1, 2, 3), (1,))], Sampling(max_new_tokens=4)
-    engine._continuous = inprocess.Continuous(engine._model, 8, None)
-    engine._compare(*asked)
-    assert engine._continuous is not None
+    asked = [Request((1, 2, 3), Sampling(max_new_tokens=4), 1)]
+    engine._captured = inprocess.CapturedDecoder(engine._model, 8, None, lambda: 0)
+    engine._compare(asked)
+    assert engine._captured is not None
     monkeypatch.setattr(decode_attention, "window_of", lambda module, kwargs: None)
     with pytest.warns(UserWarning, match="without CUDA graphs.*cannot decode"):
-        engine._compare(*asked)
-    assert engine._continuous is None
+        engine._compare(asked)
+    assert engine._captured is None
 
 
 def test_the_context_ends_where_rotary_frequencies_change() -> None:

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.ledger import Ledger
 from podium.records import EvalReport, RunState, StepReport
-from podium.report._pieces import Pieces
-from podium.report.jsonl import Jsonl
-from podium.run_folder import RunFolder
+from podium.report.jsonl import Jsonl, Pieces
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 from tests.builders import make_group, make_prompt, make_rollout
 
 SETTINGS = """[run]
-name = "{name}"
+folder = "runs/{name}"
 steps = {steps}
 prompts_per_step = 2
 rollouts_per_prompt = 5

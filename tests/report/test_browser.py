@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from podium.ledger import Ledger
-from podium.report._reader import RunReader
-from podium.report._render import render
-from podium.report._serve import report_server
 from podium.report.jsonl import Jsonl
-from podium.run_folder import RunFolder
+from podium.report.web.html import render
+from podium.report.web.reader import RunReader
+from podium.report.web.serve import report_server
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 from tests.report.runs import add_step, make_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -44,7 +44,7 @@ SUMMARY_LINES = [
     "run folder: runs/one",
     "page: runs/one/report.html (live: podium report runs/one)",
     "trained model: runs/one/final",
-    "take it away: podium export runs/one OUT",
+    "export it with: podium export runs/one OUT",
 ]
 
 
@@ -185,7 +185,7 @@ def test_a_run_that_failed_prints_nothing_more(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
-GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
+GO_ON = f"continue with: podium resume {SUMMARY['folder']}"
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ GO_ON = f"go on with: podium resume {SUMMARY['folder']}"
             {"dropped_groups": 3, "restarts": 2},
             [
                 *SUMMARY_LINES[:2],
-                "prompts that the engine failed at and that were left out: 3",
-                "taken up again: 2 times",
+                "prompts dropped because the engine failed on them: 3",
+                "resumed: 2 times",
                 *SUMMARY_LINES[2:],
             ],
         ),
-        ({"restarts": 1}, [*SUMMARY_LINES[:2], "taken up again: once", *SUMMARY_LINES[2:]]),
+        ({"restarts": 1}, [*SUMMARY_LINES[:2], "resumed: once", *SUMMARY_LINES[2:]]),
     ],
 )
 def test_the_summary_says_what_there_is_to_say(changes: dict[str, Any], expected: list[str]) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from podium.report import _serve
-from podium.report._reader import RunReader
-from podium.report._render import render, to_json
+from podium.report.web.html import render, to_json
+from podium.report.web.reader import RunReader
 from tests.report.runs import make_run
 from tests.report.test_serve import Serve, ask
 from tests.report.test_serve import serve as serve
@@ -144,7 +143,7 @@ def test_a_number_that_is_none_is_null_on_a_page() -> None:
 def test_a_client_that_does_not_finish_its_request_is_cut(
     sent: bytes, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_serve, "REQUEST_S", 0.3)
+    monkeypatch.setattr("podium.report.web.serve.REQUEST_S", 0.3)
     make_run(tmp_path / "run")
     with socket.create_connection(("127.0.0.1", serve(tmp_path)), timeout=60) as client:
         client.sendall(sent)
@@ -155,7 +154,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut(
     tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes in time; the request does not."""
-    monkeypatch.setattr(_serve, "REQUEST_S", 0.5)
+    monkeypatch.setattr("podium.report.web.serve.REQUEST_S", 0.5)
     make_run(tmp_path / "run")
     with socket.create_connection(("127.0.0.1", serve(tmp_path)), timeout=60) as client:
         client.sendall(b"GET / HTTP/1.1\r\nX: ")
@@ -169,7 +168,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut(
 
 
 def test_a_client_that_does_not_read_is_cut(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_serve, "SEND_S", 0.3)
+    monkeypatch.setattr("podium.report.web.serve.SEND_S", 0.3)
     make_run(tmp_path / "run", texts=["x" * 2_000_000] * 4)
     port = serve(tmp_path / "run")
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:

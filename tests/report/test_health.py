@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from podium.report._health import Facts, health
-from podium.report._series import Series
+from podium.report.web.health import Facts, health
+from podium.report.web.series import Series
 
 
 def verdicts(

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from podium.ledger import Ledger
 from podium.model.load import EMBEDDED
 from podium.records import EvalReport, StepReport
-from podium.report._pieces import Pieces, piece_decoder, read_pieces
-from podium.report.jsonl import Jsonl, rollout_lines
-from podium.run_folder import RunFolder
+from podium.report.jsonl import Jsonl, Pieces, piece_decoder, read_pieces, rollout_lines
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from podium.pack import pack
 from podium.records import Queues, RunState, StepGroups, UpdateResult
-from podium.report._metrics import group_metrics, overlap_metrics, pack_metrics, rollout_metrics, step_metrics
+from podium.report.dispatch.metrics import group_metrics, overlap_metrics, pack_metrics, rollout_metrics, step_metrics
 from tests.builders import make_group, make_prompt, make_rollout
 
 

@@ -2,22 +2,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from podium.ledger import Ledger
 from podium.report import page as page_module
-from podium.report._render import render
 from podium.report.jsonl import Jsonl
 from podium.report.page import Page
-from podium.run import resume
-from podium.run_folder import RunFolder
-from podium.settings import Settings
+from podium.report.web.html import render
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
+from podium.run.start import resume
+from podium.settings.tables import Settings
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
+from tests.commands import podium
 from tests.conftest import small_tables
 from tests.report.runs import add_step, make_run
 
@@ -147,13 +146,19 @@ def test_every_placeholder_is_filled() -> None:
 
 
 def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
-    tables = small_tables(tmp_path / "run", steps=6) | {"report": [{"name": "page", "every_s": 0.0}]}
+    tables = small_tables(tmp_path / "run", steps=6) | {"report": [{"name": "page"}]}
     tables["reward"] = [{"name": "tests.killing:mortal"}]
     (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
-    command = [sys.executable, "-m", "podium.cli", "train", str(tmp_path / "settings.toml"), "--quiet"]
     # 16 calls a step: the process is killed in the fourth, after the commit of the second
     environment = os.environ | {"KILL_AT_REWARD_CALL": "60"}
-    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=200).returncode == -signal.SIGKILL
+    killed = podium(
+        "train",
+        str(tmp_path / "settings.toml"),
+        "--quiet",
+        environment=environment,
+        constants={"podium.report.page:EVERY_S": 0.0},
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = data_of(tmp_path / "run")
     assert before["series"]["steps"] == [1, 2, 3]
     resume(Settings.from_dict(tables), RunFolder(tmp_path / "run"))

@@ -2,10 +2,10 @@ import json
 import os
 from pathlib import Path
 
-from podium.ledger import Ledger
-from podium.report._reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
 from podium.report.jsonl import Jsonl
-from podium.run_folder import RunFolder
+from podium.report.web.reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 from tests.report.runs import add_step, make_run, step_numbers
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from podium.report._rollouts import (
+from podium.report.web.rollouts import (
     LAST_STEPS,
     MAX_GRID_STEPS,
     MAX_PROMPT,

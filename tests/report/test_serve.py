@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from podium.errors import InputError
-from podium.ledger import Ledger
-from podium.report._runs import find_runs, flattened
-from podium.report._serve import Server, report_server
 from podium.report.jsonl import Jsonl
-from podium.run_folder import RunFolder
+from podium.report.web.reader import flattened
+from podium.report.web.serve import Server, find_runs, report_server
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
 from tests.report.runs import add_step, make_run
 
 Serve = Callable[[Path], int]
@@ -80,7 +80,7 @@ def test_a_folder_of_runs_has_them_side_by_side_with_their_settings(runs: Path, 
     assert (two["series"]["steps"], one["series"]["steps"]) == ([1, 2, 3], [1, 2])
     assert one["series"]["columns"]["time/step_s"]["mean"] == [0.79, 0.79]  # 0.5 + 0.01 + 0.25 + 0.02 + 0.01
     differing = {key for key in one["settings"] if one["settings"][key] != two["settings"][key]}
-    assert differing == {"run.name", "run.steps", "run.seed"}
+    assert differing == {"run.folder", "run.steps", "run.seed"}
     assert b"2 runs" not in ask(port, "/run/one/")[2]
     assert json.loads(ask(port, "/run/deep/two/data.json")[2])["home"] == "../../../"
     assert json.loads(ask(port, "/run/one/rollouts/1")[2])["rollouts"][0]["text"] == "a"
@@ -136,9 +136,9 @@ def test_a_port_that_is_taken_is_an_error_and_the_usual_one_gives_way(runs: Path
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run folder, and none is in it"):
+    with pytest.raises(InputError, match="is not a run folder and contains none"):
         report_server(tmp_path, 0)
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         report_server(tmp_path / "nothing", 0)
 
 

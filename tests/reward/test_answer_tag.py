@@ -2,8 +2,8 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward._contract import declared_range
-from podium.reward.answer_tag import answer_tag, check
+from podium.reward.answer_tag import answer_tag
+from podium.reward.scoring.contract import declared_range
 from tests.builders import make_prompt, make_rollout
 
 
@@ -52,7 +52,7 @@ def test_the_integer_of_the_last_block_is_compared(text: str, answer: object, ex
 @pytest.mark.parametrize("answer", [None, "", "eighteen", "17 or 18", 1.5, [18], "<answer>none</answer> 18"])
 def test_an_answer_that_is_no_integer_is_refused(answer: object) -> None:
     with pytest.raises(InputError, match=r"must hold one integer|must be a text or a number"):
-        check(Row.from_text("?", answer=answer))
+        answer_tag.check_answer(Row.from_text("?", answer=answer))
 
 
 def test_its_range_is_declared() -> None:

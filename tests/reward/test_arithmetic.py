@@ -1,12 +1,15 @@
+from typing import Any
+
 import pytest
 
-from podium.reward._contract import declared_range
 from podium.reward.arithmetic import arithmetic
+from podium.reward.arithmetic_lax import arithmetic_lax
+from podium.reward.scoring.contract import declared_range
 from tests.builders import make_prompt, make_rollout
 
 
-def score(text: str, answer: object = "85", *, fallback: bool = False) -> float:
-    return arithmetic(make_prompt(answer=answer), make_rollout(text), fallback=fallback)
+def score(text: str, answer: object = "85", *, reward: Any = arithmetic) -> float:
+    return reward(make_prompt(answer=answer), make_rollout(text))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +59,8 @@ def test_the_integer_after_the_last_marker_is_scored(text: str, expected: float)
         ("85 ####", 1.2),
     ],
 )
-def test_the_fallback_scores_the_bare_marker_and_the_last_integer(text: str, expected: float) -> None:
-    assert score(text, fallback=True) == pytest.approx(expected, abs=1e-12)
+def test_the_lax_rule_scores_the_bare_marker_and_the_last_integer(text: str, expected: float) -> None:
+    assert score(text, reward=arithmetic_lax) == pytest.approx(expected, abs=1e-12)
 
 
 def test_negative_answers_are_compared_as_numbers() -> None:

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from podium.reward._sandbox import _problem
 from podium.reward.code_stdio import code_stdio, is_same
+from podium.reward.sandbox.run import _problem
 from tests.builders import make_prompt, make_rollout
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")

@@ -6,8 +6,8 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward._contract import declared_range
-from podium.reward.gsm8k import check, gsm8k
+from podium.reward.gsm8k import gsm8k
+from podium.reward.scoring.contract import declared_range
 from tests.builders import make_prompt, make_rollout
 from tests.reward.math_judged import GSM8K_RIGHT, GSM8K_WRONG
 
@@ -82,7 +82,7 @@ def test_wrong_answers_judged_by_hand(label: str, text: str) -> None:
 )
 def test_an_answer_of_several_numbers_is_refused(answer: str) -> None:
     with pytest.raises(InputError, match="is not a single number in digits; give one such as"):
-        check(Row.from_text("?", answer=answer))
+        gsm8k.check_answer(Row.from_text("?", answer=answer))
 
 
 def test_numbers_that_no_integer_should_be_made_of_are_compared_too() -> None:
@@ -93,7 +93,7 @@ def test_numbers_that_no_integer_should_be_made_of_are_compared_too() -> None:
 @pytest.mark.parametrize("answer", [None, "", "no number", "18 is right\n#### none", True, [18], float("nan")])
 def test_an_answer_without_a_number_is_refused(answer: object) -> None:
     with pytest.raises(InputError, match=r"no number in the answer|must be a text or a number"):
-        check(Row.from_text("?", answer=answer))
+        gsm8k.check_answer(Row.from_text("?", answer=answer))
 
 
 def test_its_range_is_declared() -> None:
@@ -113,7 +113,7 @@ def test_every_gold_answer_of_gsm8k_scores_1_and_every_other_answer_0() -> None:
     values = [int(answer.rpartition("####")[2].replace(",", "")) for answer in answers]
     others = answers[1:] + answers[:1]
     for answer, value, other, other_value in zip(answers, values, others, values[1:] + values[:1], strict=True):
-        check(Row.from_text("?", answer=answer))
+        gsm8k.check_answer(Row.from_text("?", answer=answer))
         assert score(answer, answer) == 1
         assert score(f"It is {value:,}.", answer) == 1
         assert score(f"It is ${value}.00", answer) == 1

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from podium.lookup import choices, find
-from podium.reward._contract import check_value
-from podium.reward._ifeval_instructions import INSTRUCTIONS
-from podium.reward._tulu3_functions import FUNCTIONS
+from podium.reward.instructions.ifeval import INSTRUCTIONS
+from podium.reward.instructions.tulu3 import FUNCTIONS
+from podium.reward.scoring.contract import check_value
+from podium.settings.lookup import choices, find
 from tests.builders import make_prompt, make_rollout
 from tests.reward.hostile_texts import HOSTILE
 from tests.reward.test_ifeval import IFEVAL, TULU3
@@ -22,7 +22,7 @@ TULU3_LABEL = [
 ]
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "arithmetic": ("arithmetic", 18, {}),
-    "arithmetic, fallback": ("arithmetic", 18, {"fallback": True}),
+    "arithmetic_lax": ("arithmetic_lax", 18, {}),
     "ifeval": ("ifeval", IFEVAL_LABEL, {}),
     "ifeval, Tulu 3": ("ifeval", TULU3_LABEL, {"all_or_nothing": True}),
     "overlong": ("overlong", None, {"free_tokens": 10, "buffer_tokens": 10}),

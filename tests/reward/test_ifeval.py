@@ -11,11 +11,11 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward._contract import declared_range
-from podium.reward._english import count_capital_words, count_sentences, language_of
-from podium.reward._ifeval_instructions import INSTRUCTIONS
-from podium.reward._tulu3_functions import FUNCTIONS
-from podium.reward.ifeval import check, ifeval
+from podium.reward.ifeval import ifeval
+from podium.reward.instructions.english import count_capital_words, count_sentences, language_of
+from podium.reward.instructions.ifeval import INSTRUCTIONS
+from podium.reward.instructions.tulu3 import FUNCTIONS
+from podium.reward.scoring.contract import declared_range
 from tests.builders import make_prompt, make_rollout
 
 ENGLISH = "The weather is nice today and we are going to the park with our friends."
@@ -327,7 +327,7 @@ def test_both_forms_may_be_written_as_text_or_stand_in_a_list() -> None:
 def test_a_row_of_the_published_data_needs_no_answer() -> None:
     """Its fields stand beside the prompt."""
     metadata = {"key": 1, **ifeval_label(NO_COMMA)}
-    check(Row.from_text("?", metadata=metadata))
+    ifeval.check_answer(Row.from_text("?", metadata=metadata))
     prompt = make_prompt(answer=None, metadata=metadata)
     assert ifeval(prompt, make_rollout("a, b")) == 0.0
     assert ifeval(prompt, make_rollout("a b")) == 1.0
@@ -382,7 +382,7 @@ def test_numbers_may_be_floats_as_data_frames_make_them() -> None:
 )
 def test_a_label_that_cannot_be_used_is_named_with_the_reason(label: Any, reason: str) -> None:
     with pytest.raises(InputError) as caught:
-        check(Row.from_text("?", answer=label))
+        ifeval.check_answer(Row.from_text("?", answer=label))
     assert reason in str(caught.value)
 
 
@@ -390,8 +390,8 @@ def test_without_langdetect_a_label_that_needs_it_is_refused_with_the_remedy(mon
     monkeypatch.setitem(sys.modules, "langdetect", None)  # as if it were not installed
     for label in (ifeval_label(("change_case:english_capital", {})), TULU_LANGUAGE):
         with pytest.raises(InputError, match=r"needs langdetect: pip install 'podium-rl\[ifeval\]'"):
-            check(Row.from_text("?", answer=label))
-    check(Row.from_text("?", answer=ifeval_label(NO_COMMA)))
+            ifeval.check_answer(Row.from_text("?", answer=label))
+    ifeval.check_answer(Row.from_text("?", answer=ifeval_label(NO_COMMA)))
 
 
 TULU_LANGUAGE = {"func_name": "validate_response_language", "language": "en"}

@@ -3,14 +3,14 @@
 import pytest
 
 from podium.errors import InputError
-from podium.lookup import validate_options
 from podium.records import Row
-from podium.reward._contract import declared_range
 from podium.reward.length import length
-from podium.reward.max_length import check, max_length
+from podium.reward.max_length import max_length
 from podium.reward.overlong import overlong
 from podium.reward.r1_format import r1_format
+from podium.reward.scoring.contract import declared_range
 from podium.reward.think_format import think_format
+from podium.settings.lookup import validate_options
 from tests.builders import make_prompt, make_rollout
 
 
@@ -49,7 +49,7 @@ def test_max_length_allows_8192_tokens_by_default() -> None:
 @pytest.mark.parametrize("answer", [None, "", "long", 0, -5, True, float("nan"), "inf", [100], 10**400])
 def test_max_length_refuses_an_answer_that_is_no_number_of_tokens(answer: object) -> None:
     with pytest.raises(InputError, match="must be a number of tokens above 0"):
-        check(Row.from_text("?", answer=answer))
+        max_length.check_answer(Row.from_text("?", answer=answer))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward import _search, _squad
-from podium.reward._contract import declared_range
 from podium.reward.exact import exact
 from podium.reward.flan import flan
 from podium.reward.puzzle import puzzle
+from podium.reward.scoring.contract import declared_range
 from podium.reward.search import search
 from podium.reward.search_f1 import search_f1
 from podium.reward.string_f1 import string_f1
@@ -118,7 +117,7 @@ def test_search_f1_is_a_share_and_has_a_floor() -> None:
     assert score(search_f1, "Paris", "Paris", floor=0.1) == 0.0
 
 
-@pytest.mark.parametrize("check", [_squad.check, _search.check])
+@pytest.mark.parametrize("check", [string_f1.check_answer, search.check_answer])
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -1,17 +1,22 @@
 """Settings that must reach the stages of a real run."""
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from podium.check import check
+from podium.check.verdicts import check
 from podium.errors import InputError
-from podium.records import Prompt, Rollout
-from podium.run import train
-from podium.settings import Settings
+from podium.pack import pack
+from podium.records import Batch, Prompt, Rollout, UpdateResult
+from podium.run.start import train
+from podium.runtime.wiring.stages import train_step
+from podium.settings.tables import Settings
+from tests.builders import make_group
 from tests.conftest import small_tables
 
 
@@ -23,7 +28,7 @@ def rollouts_of(folder: Path) -> list[dict[str, Any]]:
 def test_the_penalty_of_the_settings_reaches_the_rewards(tmp_path: Path) -> None:
     tables = small_tables(tmp_path / "run", steps=1)
     tables["rollout"]["max_new_tokens"] = 16  # some answers of this model are longer, some are not
-    tables["scoring"] = {"non_stop_penalty": -3.0}
+    tables["filter"] = {"truncated": -3.0}
     train(Settings.from_dict(tables))
     by_end = {"stop": set(), "length": set()}
     for line in rollouts_of(tmp_path / "run"):
@@ -87,3 +92,51 @@ def test_a_program_cannot_be_promised_more_memory_than_its_process_has(tmp_path:
     with pytest.raises(InputError, match=r"memory_mb = 8192 has no effect, its process may take 4096"):
         check(Settings.from_dict(tables))
     assert "reward dry-run" in check(Settings.from_dict(tables | {"scoring": {"worker_memory_mb": 8192}}))[0]
+
+
+class Noted:
+    """An engine, a reference and a trainer in one, noting what is called."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.called: list[str] = []
+        self.stepped: list[Batch] = []
+        self._fails = fails
+
+    async def sleep(self) -> None:
+        self.called.append("sleep")
+
+    async def wake(self) -> None:
+        self.called.append("wake")
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        self.called.append("reference")
+        return torch.full_like(batch.advantages, -2.0)
+
+    async def step(self, batches: Sequence[Batch]) -> UpdateResult:
+        self.called.append("step")
+        self.stepped = list(batches)
+        if self._fails:
+            raise RuntimeError("out of memory")
+        return UpdateResult(True, 1, {})
+
+
+def test_a_step_has_the_references_logprobs_before_the_engine_sleeps_for_it() -> None:
+    noted: Any = Noted()
+    [batch] = pack([make_group((0.0, 1.0), advantages=(-1.0, 1.0))], max_tokens_per_batch=64, temperature=1.0)
+    result = asyncio.run(train_step(noted, noted, noted, [batch]))
+    assert result.updated
+    assert noted.called == ["reference", "sleep", "step", "wake"]
+    assert noted.stepped[0].reference_logprobs.tolist() == [-2.0] * len(batch.advantages)
+
+
+def test_the_engine_wakes_after_a_step_that_failed() -> None:
+    noted: Any = Noted(fails=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        asyncio.run(train_step(noted, None, noted, []))
+    assert noted.called == ["sleep", "step", "wake"]
+
+
+def test_without_a_separate_reference_and_with_an_engine_that_stays_awake_a_step_is_the_trainers_alone() -> None:
+    noted: Any = Noted()
+    asyncio.run(train_step(noted, None, None, []))
+    assert noted.called == ["step"]

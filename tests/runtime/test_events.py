@@ -19,7 +19,7 @@ max_new_tokens = 24
 [trainer]
 lr = 5e-4
 [filter]
-drop_no_signal = false
+accept = "all"
 [[reward]]
 name = "arithmetic"
 """

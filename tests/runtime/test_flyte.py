@@ -4,10 +4,7 @@ import asyncio
 import html
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -22,7 +19,6 @@ if importlib.util.find_spec("flyte") is None:
     pytest.skip("flyte is not installed", allow_module_level=True)
 
 import podium
-from podium.checkpoint_files import list_checkpoints, read_tensors
 from podium.errors import (
     CheckpointError,
     EngineError,
@@ -36,22 +32,24 @@ from podium.errors import (
 from podium.model.handoff import publish
 from podium.model.load import load_policy
 from podium.records import Group, Prompt, RunState
-from podium.run import Summary, resume, train
-from podium.run_folder import RunFolder
-from podium.runtime._flyte import environments as where
-from podium.runtime._flyte import replica, tasks
-from podium.runtime._flyte.driver import drive
-from podium.runtime._flyte.front import prepare_cluster
-from podium.runtime._flyte.images import _installed, extras_of, image_with
-from podium.runtime._flyte.images import packages as packages_with
-from podium.runtime._flyte.job import Job, groups_from_text, groups_to_text
-from podium.runtime._flyte.sdk import Dir, flyte
-from podium.runtime._flyte.stages import _asked_for
-from podium.runtime._flyte.store import Store
-from podium.runtime._flyte.wiring import read
-from podium.runtime._signals import StopSignal
-from podium.settings import Settings
-from tests.builders import make_group, make_prompt, make_rollout
+from podium.remote.codec import from_json, to_json
+from podium.run.checkpoint_files import list_checkpoints, read_tensors
+from podium.run.folder import RunFolder
+from podium.run.signals import StopSignal
+from podium.run.start import Summary, resume, train
+from podium.runtime.on_flyte import environments as where
+from podium.runtime.on_flyte import replica, tasks
+from podium.runtime.on_flyte.driver import Store, drive
+from podium.runtime.on_flyte.environments import _installed, extras_of, image_with
+from podium.runtime.on_flyte.environments import packages as packages_with
+from podium.runtime.on_flyte.launch import prepare_cluster
+from podium.runtime.on_flyte.replica import Job
+from podium.runtime.on_flyte.sdk import Dir, flyte
+from podium.runtime.on_flyte.stages import _asked_for
+from podium.runtime.on_flyte.wiring import read
+from podium.settings.tables import Settings
+from tests import commands
+from tests.builders import make_prompt, make_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*flyte/report/_template.html:ResourceWarning")
 """Flyte's own, each time that a report is shown."""
@@ -65,7 +63,7 @@ TABLES: dict[str, Any] = {
     "trainer": {"lr": 5e-4},
     "checkpoint": {"every": 1},
     "reward": [{"name": "arithmetic"}],
-    "report": [{"name": "page", "every_s": 0.0}],
+    "report": [{"name": "page"}],
 }
 WHOLE = {"name": "flyte", "prompts_per_task": PROMPTS}
 """One rollout task a step: the engine's batches, and so every bit, are then those of the local runtime."""
@@ -152,15 +150,9 @@ def test_a_killed_driver_goes_on_with_history_version_and_optimizer(unbroken: Pa
     file = tmp_path / "settings.toml"
     kill = """[ "$PODIUM_STEP" != 3 ] || kill -9 $(sed 's/process \\([0-9]*\\) .*/\\1/' "$PODIUM_RUN/lock")"""
     file.write_text(settings(folder, WHOLE, checkpoint={"every": 1, "on_checkpoint": kill}).to_toml())
-    podium = [sys.executable, "-m", "podium.cli"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    killed = subprocess.run(
-        [*podium, "train", str(file), "--quiet"], capture_output=True, text=True, timeout=240, env=environment
-    )
+    killed = commands.podium("train", str(file), "--quiet")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    done = subprocess.run(
-        [*podium, "resume", str(folder), "--quiet"], capture_output=True, text=True, timeout=240, env=environment
-    )
+    done = commands.podium("resume", str(folder), "--quiet")
     assert done.returncode == 0, done.stderr
     [restored] = events(folder, "restored")
     assert restored["step"] >= 3
@@ -258,8 +250,8 @@ def test_tasks_that_are_executed_twice_count_once(
 def test_containers_with_vllm_get_a_context_that_holds_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
     given = settings(tmp_path / "run", WHOLE, engine={"name": "vllm_local"}, rollout={"max_new_tokens": 400})
     known = read(given, "run", Dir.empty())
-    found = Job.from_text(known.job.to_text()).settings.engine.options["max_context_tokens"]
-    assert found == max(known.data.lengths) + 400
+    found = from_json(Job, to_json(known.job)).settings.engine.options["max_context_tokens"]
+    assert found == max(known.data.train.lengths) + 400
 
 
 def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_version(tmp_path: Path) -> None:
@@ -267,7 +259,7 @@ def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_
     given = settings(tmp_path / "run", WHOLE)
     known = read(given, "run", Dir.empty())
     writer = replica.Writer(known.job)
-    policy, prompts = load_policy(given.model, seed=given.run.seed), known.data.draw(RunState(), 1)
+    policy, prompts = load_policy(given.model, seed=given.run.seed), known.data.train.draw(RunState(), 1)
     places = [Dir(path=str(tmp_path / name)) for name in ("first", "second")]
     for place in places:
         publish(Path(place.path), policy, policy.named_weights(), 1)
@@ -297,11 +289,6 @@ def test_what_comes_back_twice_is_taken_once_and_what_is_missing_is_an_error() -
         _asked_for([first, first], prompts, count, version)
     with pytest.raises(EngineError, match=f"policy version {version + 1}"):
         _asked_for([first, second], prompts, count, version + 1)
-
-
-def test_groups_travel_unchanged() -> None:
-    groups: list[Group] = [make_group(prompt=make_prompt(3, metadata={"kind": [1, 2.5]}))]
-    assert groups_from_text(groups_to_text(groups)) == groups
 
 
 def test_prompts_of_a_task_that_is_lost_for_good_are_dropped_and_counted(
@@ -468,7 +455,7 @@ def test_another_podium_is_another_version_of_the_tasks(tmp_path: Path, monkeypa
         folder = tmp_path / "podium"
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").write_text(text)
-        monkeypatch.setattr("podium.runtime._flyte.images.PACKAGE", folder)
+        monkeypatch.setattr("podium.runtime.on_flyte.environments.PACKAGE", folder)
         versions.append(cluster(tmp_path, monkeypatch)[0]._version)
     assert versions[0] == versions[1] != versions[2]
 
@@ -502,14 +489,14 @@ def test_a_signal_of_the_main_thread_stops_a_run_in_another() -> None:
     seen: list[int | None] = []
 
     def look() -> None:
-        with StopSignal(60.0) as inner:
+        with StopSignal() as inner:
             seen.append(inner.number)
             signal.raise_signal(signal.SIGTERM)
             while inner.number is None:
                 time.sleep(0.01)
             seen.append(inner.number)
 
-    with StopSignal(60.0):
+    with StopSignal():
         thread = threading.Thread(target=look)
         thread.start()
         while thread.is_alive():

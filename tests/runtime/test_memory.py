@@ -11,18 +11,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from podium import check
+from podium.check import verdicts as check
 from podium.cli import main
 from podium.errors import InputError
 from podium.model import attention, memory
 from podium.model.fused import SAVED_SHARE
 from podium.model.load import Policy, load_policy
 from podium.model.memory import available_bytes, cache_elements_per_token, saved_bytes_per_token
-from podium.run_folder import RunFolder
-from podium.runtime import _keep, _memory
-from podium.runtime._keep import check_space
-from podium.runtime._memory import LEAST_TOKENS, MOST_TOKENS, memory_plan, most_tokens
-from podium.settings import Settings
+from podium.run import build
+from podium.run.build import check_space
+from podium.run.folder import RunFolder
+from podium.runtime.wiring import memory as memory_module
+from podium.runtime.wiring.memory import LEAST_TOKENS, MOST_TOKENS, memory_plan, most_tokens
+from podium.settings.tables import Settings
 from tests.conftest import small_tables
 from tests.families import config_of
 
@@ -93,7 +94,7 @@ def test_bytes_a_token_grow_with_the_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gigabytes", "checkpointing"), [(100.0, False), (0.3, True)])
 def test_the_budget_follows_the_device(gigabytes: float, checkpointing: bool, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(_memory, "device_bytes", lambda device: int(gigabytes * 1e9))
+    monkeypatch.setattr(memory_module, "device_bytes", lambda device: int(gigabytes * 1e9))
     settings = settings_of(tmp_path, model={"lora": False})
     plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
     assert plan.gradient_checkpointing is checkpointing
@@ -120,7 +121,7 @@ def test_given_numbers_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_batch_holds_the_longest_document(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(_memory, "device_bytes", lambda device: 1)
+    monkeypatch.setattr(memory_module, "device_bytes", lambda device: 1)
     settings = settings_of(tmp_path)
     plan = memory_plan(settings, policy_of(settings), longest_prompt=5 * LEAST_TOKENS)
     assert plan.max_tokens_per_batch == plan.longest_document > 5 * LEAST_TOKENS
@@ -133,7 +134,7 @@ def test_check_says_that_it_does_not_fit(tmp_path: Path, monkeypatch, capsys) ->
     (tmp_path / "run.toml").write_text(tomli_w.dumps(tables))
     assert main(["check", str(tmp_path / "run.toml")]) == 0
     assert "too much" not in capsys.readouterr().out
-    monkeypatch.setattr(_memory, "device_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory_module, "device_bytes", lambda device: 1_000_000)
     assert main(["check", str(tmp_path / "run.toml")]) == 2
     assert "too much" in capsys.readouterr().out
 
@@ -159,7 +160,7 @@ def test_references_snapshots_and_slots_are_counted(tmp_path: Path) -> None:
 def test_on_cuda_a_prompts_cache_is_counted_once_for_its_group_and_in_the_trainers_precision(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(_memory, "device_bytes", lambda device: int(1e11))
+    monkeypatch.setattr(memory_module, "device_bytes", lambda device: int(1e11))
     plain, half = (settings_of(tmp_path, trainer={"precision": name}) for name in ("float32", "bfloat16"))
     policy = replace(policy_of(plain), device=torch.device("cuda"))
     config: Any = policy.model.config
@@ -167,17 +168,18 @@ def test_on_cuda_a_prompts_cache_is_counted_once_for_its_group_and_in_the_traine
     per_token *= config.hidden_size // config.num_attention_heads
     logits = 2 * 4 * 16 * config.vocab_size
     tokens = (16 + 1) * 64 + 4 * 128  # 16 rollouts and a spare, 4 prompts; 24 and 100 tokens rounded up to columns
-    assert _memory._cache(plain, policy, 100, 24) == 4 * tokens * per_token + logits
-    assert _memory._cache(half, policy, 100, 24) == 2 * tokens * per_token + logits
+    assert memory_module._cache(plain, policy, 100, 24) == 4 * tokens * per_token + logits
+    assert memory_module._cache(half, policy, 100, 24) == 2 * tokens * per_token + logits
     weights = sum(p.numel() for p in policy.twin.parameters())
-    assert _memory._engine_copy(half, policy, trained=0) == 2 * weights
+    assert memory_module._engine_copy(half, policy, trained=0) == 2 * weights
 
 
-def test_compiled_layers_are_planned_with_their_share(tmp_path: Path) -> None:
-    plain, fused = (settings_of(tmp_path, trainer={"compile": on}) for on in (False, True))
-    policy = policy_of(plain)
-    whole = memory_plan(plain, policy, longest_prompt=20).per_token
-    assert memory_plan(fused, policy, longest_prompt=20).per_token == SAVED_SHARE * whole
+def test_compiled_layers_are_planned_with_their_share(tmp_path: Path, monkeypatch) -> None:
+    settings = settings_of(tmp_path)
+    policy = policy_of(settings)
+    whole = memory_plan(settings, policy, longest_prompt=20).per_token
+    monkeypatch.setattr(memory_module, "is_compiled", lambda model: True)
+    assert memory_plan(settings, policy, longest_prompt=20).per_token == SAVED_SHARE * whole
 
 
 def test_half_precision_adapters_need_no_copy(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_a_disk_needs_room_for_as_many_checkpoints_as_there_will_be(
     remedy = "make room, lower checkpoint.keep, or" if every == 1 else "make room, or"
     wanted = f": {checkpoints} checkpoint{'s' * (checkpoints > 1)} of .*; {remedy}"
     for free in (needed, needed - 1):
-        monkeypatch.setattr(_keep.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         refused = pytest.raises(InputError, match=wanted) if free < needed else nullcontext()
         with refused:
             check_space(settings, RunFolder(tmp_path / "run"), plan)
@@ -214,7 +216,7 @@ def test_a_resumed_run_needs_only_the_room_that_its_checkpoints_do_not_have(tmp_
     for step, needed in left.items():
         needed = max(each, needed)
         for free in (needed, needed - 1):
-            monkeypatch.setattr(_keep.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+            monkeypatch.setattr(build.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
             short = pytest.raises(InputError, match="GB more than it has already, the disk has")
             with short if free < needed else nullcontext():
                 check_space(settings, folder, plan, step)
@@ -247,7 +249,7 @@ def test_check_compares_with_what_is_available_and_names_bfloat16(tmp_path: Path
     import tomli_w
 
     (tmp_path / "run.toml").write_text(tomli_w.dumps(small_tables(tmp_path / "run")))
-    monkeypatch.setattr(_memory, "available_bytes", lambda device: 100_000)
+    monkeypatch.setattr(memory_module, "available_bytes", lambda device: 100_000)
     assert main(["check", str(tmp_path / "run.toml")]) == 2
     out = capsys.readouterr().out
     assert "of 100 kB, which is what other programs leave of" in out

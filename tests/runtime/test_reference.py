@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -15,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from podium.errors import InputError, ReferenceLostError
-from podium.loss._objective import Objective
 from podium.loss.grpo import grpo
+from podium.loss.objective.objective import Objective
 from podium.records import ReferenceSettings
-from podium.runtime._reference import ReferenceProcess, check_reference
-from podium.settings import Settings
+from podium.runtime.wiring.reference import ReferenceProcess
+from podium.settings.tables import Settings
+from podium.trainer.build import check_reference
+from tests.commands import fork_server, podium
 from tests.trainer.test_single import a_trainer, batches
 
 SETTINGS = """
@@ -48,20 +48,20 @@ EMBEDDED = {"name": "embedded", "device": "cpu", "lora": False}
 def command(folder: Path, *flags: str) -> list[str]:
     settings = folder.with_suffix(".toml")
     settings.write_text(SETTINGS)
-    return [sys.executable, "-m", "podium.cli", "train", str(settings), f"--run.folder={folder}", "--quiet", *flags]
+    return ["train", str(settings), f"--run.folder={folder}", "--quiet", *flags]
 
 
-def keepers(mark: str) -> list[int]:
-    """Processes that keep a reference and were started with that mark in their environment."""
-    found = []
+def processes(mark: str) -> list[int]:
+    """The fork server of a reference and its child, if they were started with that mark in their environment."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
-            is_one = entry.name.isdigit() and b"podium.runtime._reference_process" in (entry / "cmdline").read_bytes()
+            is_one = entry.name.isdigit() and b"podium.runtime.wiring.reference" in (entry / "cmdline").read_bytes()
             if is_one and f"PODIUM_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    return found
+    return sorted(found, key=lambda pid: found[pid] in found)  # the child comes last
 
 
 def test_its_logprobs_are_those_of_a_reference_beside_the_policy() -> None:
@@ -80,12 +80,10 @@ def test_its_logprobs_are_those_of_a_reference_beside_the_policy() -> None:
 def test_a_run_with_it_is_the_run_without_it_and_leaves_no_process(tmp_path: Path) -> None:
     finals = []
     for name, flag in (("beside", "--model.reference=initial"), ("apart", APART)):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PODIUM_TEST": f"{name}-{os.getpid()}"}
-        done = subprocess.run(
-            command(tmp_path / name, flag), env=environment, capture_output=True, text=True, timeout=200
-        )
+        environment = os.environ | {"PODIUM_TEST": f"{name}-{os.getpid()}"}
+        done = podium(*command(tmp_path / name, flag), environment=environment)
         assert done.returncode == 0, done.stderr
-        assert keepers(environment["PODIUM_TEST"]) == []
+        assert processes(environment["PODIUM_TEST"]) == []
         finals.append(load_file(tmp_path / name / "final" / "model.safetensors"))
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
     lines = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
@@ -95,29 +93,27 @@ def test_a_run_with_it_is_the_run_without_it_and_leaves_no_process(tmp_path: Pat
 
 @pytest.mark.parametrize("victim", ["reference", "driver"])
 def test_a_death_is_told_and_leaves_nothing(tmp_path: Path, victim: str) -> None:
-    folder = tmp_path / "run"
+    folder, told = tmp_path / "run", tmp_path / "stderr"
     mark = f"{victim}-{os.getpid()}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PODIUM_TEST": mark}
-    process = subprocess.Popen(
-        command(folder, APART, "--run.steps=5000"),
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = fork_server().start(
+        *command(folder, APART, "--run.steps=5000"),
+        stdout=tmp_path / "stdout",
+        stderr=told,
+        environment=os.environ | {"PODIUM_TEST": mark},
     )
     try:
-        _until(lambda: len(keepers(mark)) == 1 and any((folder / "checkpoints").glob("step-*")), 120)
+        _until(lambda: len(processes(mark)) == 2 and any((folder / "checkpoints").glob("step-*")), 120)
         if victim == "driver":
             process.kill()
-            process.communicate(timeout=60)
-            _until(lambda: keepers(mark) == [], 30)
+            process.wait(60)
+            _until(lambda: processes(mark) == [], 30)
             return
-        os.kill(keepers(mark)[0], signal.SIGKILL)
-        _, told = process.communicate(timeout=60)
+        os.kill(processes(mark)[-1], signal.SIGKILL)
+        process.wait(60)
     finally:
         process.kill()
     assert process.returncode == 1
-    assert "the reference is lost: its process was killed by SIGKILL" in told
+    assert "the reference is lost: its process was killed by SIGKILL" in told.read_text()
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
 
 

@@ -64,7 +64,7 @@ def tables(folder: Path, trainer: dict[str, Any], **others: Any) -> dict[str, An
         "trainer": {"lr": 1e-4, **trainer},
         "pack": {"max_tokens_per_batch": 128},
         "checkpoint": {"every": 2, **others.pop("checkpoint", {})},
-        "report": [{"name": "console", "mode": "quiet"}],
+        "report": [{"name": "console"}],
         **others,
     }
 
@@ -120,12 +120,12 @@ def cases(folder: Path, kind: dict[str, Any], first: Path, losses: Path) -> dict
     return {
         "not finite": tables(folder / "nan", kind, **nan),
         "not finite, full": tables(folder / "nan-full", kind, **nan, model={"lora": False}),
-        "adapter_from": tables(folder / "adapter", kind, checkpoint={"adapter_from": str(first / "final")}),
+        "adapter": tables(folder / "adapter", kind, checkpoint={"start_from": str(first / "final")}),
         "start_from": tables(folder / "start", kind, checkpoint={"start_from": str(first)}),
     }
 
 
-@pytest.mark.parametrize("case", ["not finite", "not finite, full", "adapter_from", "start_from"])
+@pytest.mark.parametrize("case", ["not finite", "not finite, full", "adapter", "start_from"])
 def test_two_ranks_end_where_one_process_does(
     pair: Pair, kind: dict[str, Any], case: str, first: Path, expected: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -150,9 +150,9 @@ def test_a_run_of_two_ranks_that_was_broken_off_ends_as_the_unbroken_one(
 
 def run_with_another_base(given: dict[str, Any], rank: int, ranks: int) -> str:
     """Rank 1 reads other frozen weights than rank 0, as from another revision of the model."""
-    from podium.runtime import _core
+    from podium.runtime.wiring import trainer
 
-    load = _core.load_policy
+    load = trainer.load_policy
 
     def load_another(*args: Any, **options: Any) -> Any:
         policy = load(*args, **options)
@@ -161,11 +161,11 @@ def run_with_another_base(given: dict[str, Any], rank: int, ranks: int) -> str:
         return policy
 
     if rank:
-        _core.load_policy = load_another
+        trainer.load_policy = load_another
     try:
         return whole_run(given, False, rank, ranks)
     finally:
-        _core.load_policy = load
+        trainer.load_policy = load
 
 
 @pytest.mark.parametrize("trainer", ["single", "fsdp"])
@@ -183,13 +183,13 @@ def test_an_adapter_of_another_scale_is_refused(key: str, value: Any, first: Pat
     shutil.copytree(first / "final", tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {key: value}))
-    given = tables(tmp_path / "run", {"name": "single"}, checkpoint={"adapter_from": str(tmp_path / "adapter")})
+    given = tables(tmp_path / "run", {"name": "single"}, checkpoint={"start_from": str(tmp_path / "adapter")})
     with pytest.raises(InputError, match=f"it has {key} = .* scales every layer by alpha / r"):
         alone(given)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_by_every_rank(pair: Pair, first: Path, tmp_path: Path) -> None:
-    checkpoint = {"adapter_from": str(first / "final")}
+    checkpoint = {"start_from": str(first / "final")}
     lora = {"lora": {"targets": ["q_proj"]}}
-    with pytest.raises(InputError, match=r"checkpoint\.adapter_from = .* missing or unknown"):
+    with pytest.raises(InputError, match=r"checkpoint\.start_from = .* missing or unknown"):
         on_two(pair, tables(tmp_path / "run", {"name": "fsdp"}, checkpoint=checkpoint, model=lora))

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from podium.check import check
+from podium.check.verdicts import check
 from podium.errors import InputError
-from podium.run import train
-from podium.settings import Settings
+from podium.run.start import train
+from podium.settings.tables import Settings
 from tests.fuzzed_settings import GOOD
 
 ROLLOUT = '''
@@ -81,7 +81,7 @@ def test_a_loss_of_another_shape_is_told() -> None:
         "    return replace(parts, per_token=parts.per_token.sum())\n"
     )
     with pytest.raises(InputError, match=r"loss\.name = './mine\.py:mine': per_token has the shape \[\] and the logp"):
-        run(loss={"name": "./mine.py:mine"}, filter={"drop_no_signal": False})
+        run(loss={"name": "./mine.py:mine"}, filter={"accept": "all"})
 
 
 LOSS = """
@@ -121,7 +121,7 @@ LOSSES = {
 def test_a_loss_that_cannot_be_trained_is_told_with_its_name(fault: str, command: Any) -> None:
     before, after, message = LOSSES[fault]
     Path("mine.py").write_text(LOSS.format(before=before, after=after))
-    given = settings(loss={"name": "./mine.py:mine"}, filter={"drop_no_signal": False})
+    given = settings(loss={"name": "./mine.py:mine"}, filter={"accept": "all"})
     with pytest.raises(InputError, match=rf"^loss\.name = '\./mine\.py:mine'{message}"):
         command(given)
 
@@ -210,13 +210,12 @@ def test_good_groups_of_a_users_stage_pass_the_check() -> None:
 )
 def test_a_filter_that_gives_no_bool_is_told(returned: str, shown: str, command: Any) -> None:
     Path("mine.py").write_text(f"def mine(group):\n    return {returned}\n")
-    given = settings(filter={"accept": "./mine.py:mine", "drop_no_signal": False})
+    given = settings(filter={"accept": "./mine.py:mine"})
     with pytest.raises(InputError, match=rf"^filter\.accept = './mine\.py:mine' returned {shown}; return True or Fal"):
         command(given)
 
 
 def test_a_filter_that_fails_is_told_by_the_check() -> None:
-    """Also of groups without signal, which it would not see while training."""
     Path("mine.py").write_text("def mine(group):\n    return {}['x']\n")
     with pytest.raises(InputError, match=r"^filter\.accept = './mine\.py:mine' failed: KeyError: 'x'"):
         check(settings(filter={"accept": "./mine.py:mine"}))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from podium.runtime._serve import _maker
+from podium.server.serve import _maker
 from podium.server.served import Served
-from podium.settings import Settings
+from podium.settings.tables import Settings
 from tests.server.serving import Running, serving
 
 

@@ -1,9 +1,7 @@
 """A real `podium serve` in a process of its own, for the tests that need one."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from tests.commands import Process, fork_server
+
 STARTS_WITHIN_S = 120
 
 
@@ -20,7 +20,7 @@ STARTS_WITHIN_S = 120
 class Running:
     """A server that answers."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     url: str
     """As an engine's option."""
     token_file: Path | None
@@ -59,11 +59,10 @@ def serving(folder: Path, *arguments: str, model: str = "embedded", tcp: bool = 
     folder.mkdir(parents=True, exist_ok=True)
     token_file, socket = folder / "token", folder / "socket"
     place = ["--port", "0", "--token-file", str(token_file)] if tcp else ["--uds", str(socket)]
-    command = [sys.executable, "-m", "podium.cli", "serve", model, *place, "--root", str(folder / "root"), *arguments]
     log_file = folder / "log"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    log_file.write_bytes(b"")
+    command = ("serve", model, *place, "--root", str(folder / "root"), *arguments)
+    process = fork_server().start(*command, stdout=log_file, stderr=log_file)
     try:
         address = _address(process, log_file)
         yield Running(process, address, token_file if tcp else None, folder / "root", log_file)
@@ -77,7 +76,7 @@ def serving(folder: Path, *arguments: str, model: str = "embedded", tcp: bool = 
             process.wait(20)
 
 
-def _address(process: subprocess.Popen[bytes], log_file: Path) -> str:
+def _address(process: Process, log_file: Path) -> str:
     deadline = time.monotonic() + STARTS_WITHIN_S
     while time.monotonic() < deadline:
         for line in log_file.read_text().splitlines():

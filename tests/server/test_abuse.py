@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from podium.server import limits
+from podium.records import Request, Sampling
+from podium.remote.codec import to_plain
+from podium.server import door
 from tests.server.serving import Running
 
 MAX_GROWTH = 64 << 20
@@ -63,6 +65,20 @@ def body(server: Running, content: bytes, **headers: str) -> int:
 
 def generate(server: Running, **fields: object) -> int:
     return body(server, json.dumps({"prompt_token_ids": [5, 6], "max_tokens": 4} | fields).encode())
+
+
+def rollouts(
+    server: Running,
+    prompts: object = ([5, 6],),
+    place: int = 0,
+    sampling: dict[str, object] | None = None,
+    **fields: object,
+) -> int:
+    """The body of Podium's own client, with something wrong in it."""
+    one = to_plain(Request((), Sampling(4), 1)) | fields
+    one["sampling"] |= sampling or {}
+    content = json.dumps({"prompts": prompts, "requests": [[place, one]], "run": None}).encode()
+    return raw(server, head(server, "POST /rollouts HTTP/1.1", content_length=str(len(content))), content)
 
 
 def endless(server: Running, token: bool) -> int:
@@ -126,6 +142,18 @@ def attacks(server: Running, canary: bytes) -> dict[str, Callable[[], int]]:
             server, prompt_token_ids=None, requests=[ids | {"key": 1, "seeds": [1]}] * 2
         ),
         "100,000 prompts": lambda: generate(server, prompt_token_ids=None, requests=[{}] * 15_000),
+        "no rollouts": lambda: rollouts(server, prompts="all"),
+        "a rollout of no prompt": lambda: rollouts(server, place=1),
+        "ids outside in a rollout": lambda: rollouts(server, prompts=[[10**6]]),
+        "no ids in a rollout": lambda: rollouts(server, prompts=[[]]),
+        "seed of 65 bits": lambda: rollouts(server, seed=1 << 64),
+        "top_p of 0 in a rollout": lambda: rollouts(server, sampling={"top_p": 0.0}),
+        "top_k of 0 in a rollout": lambda: rollouts(server, sampling={"top_k": 0}),
+        "no tokens in a rollout": lambda: rollouts(server, sampling={"max_new_tokens": 0}),
+        "temperature of -1 in a rollout": lambda: rollouts(server, sampling={"temperature": -1.0}),
+        "temperature NaN in a rollout": lambda: rollouts(server, sampling={"temperature": float("nan")}),
+        "stop id outside in a rollout": lambda: rollouts(server, sampling={"stop_ids": [-5]}),
+        "unknown field in a rollout": lambda: rollouts(server, engine="mine"),
         "10^6 long stop": lambda: generate(server, stop=["x" * 10**6]),
         "pickle as the body": lambda: body(server, canary, content_type="application/octet-stream"),
         "pickle called JSON": lambda: body(server, canary),
@@ -169,7 +197,7 @@ def test_no_abuse_costs_memory_or_service(server: Running, tmp_path: Path) -> No
     assert not (tmp_path / "opened").exists()
     assert generate(server) == 200
     for client in slow:  # neither an unfinished header nor an unfinished body holds a connection for long
-        client.settimeout(max(0.1, began + limits.BODY_S + 15 - time.monotonic()))
+        client.settimeout(max(0.1, began + door.BODY_S + 15 - time.monotonic()))
         try:
             while client.recv(4096):
                 pass

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from podium.server.app import make_app
-from podium.server.auth import Door, digest
+from podium.server.door import Door, digest
 from podium.server.served import Served
 
 TOKEN = "a-token-that-only-the-test-knows"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from podium.server.claims import Claims
-from podium.server.refusal import Refusal
+from podium.server.door import Refusal
+from podium.server.gate import Claims
 
 
 def test_a_second_run_is_told_who_was_first() -> None:

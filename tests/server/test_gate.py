@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from podium.server.door import Refusal
 from podium.server.gate import Gate
-from podium.server.refusal import Refusal
 
 
 async def soon() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from podium.server import limits
-from podium.server.limits import check_head, check_json
-from podium.server.refusal import Refusal
+from podium.server import door
+from podium.server.door import Refusal, check_head, check_json
 
 
 def status_of(check: Callable[..., None], *given: Any) -> int:
@@ -49,7 +48,7 @@ def test_a_body_is_bounded_before_it_is_parsed(body: bytes, status: int) -> None
 @pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b"\\", b'"a', b"[]"], ids=repr)
 def test_the_look_at_a_full_body_takes_no_time_to_speak_of(piece: bytes) -> None:
     """Quotes without an end would make a careless pattern look at the rest of the body for each of them."""
-    body = piece * (limits.MAX_BODY_BYTES // len(piece))
+    body = piece * (door.MAX_BODY_BYTES // len(piece))
     started = time.process_time()
     status_of(check_json, b'"' + body)
     status_of(check_json, body)

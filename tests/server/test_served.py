@@ -7,9 +7,9 @@ import torch
 
 from podium.model.handoff import publish
 from podium.model.load import load_policy
-from podium.sections import Model
 from podium.server import served as served_module
 from podium.server.served import Served
+from podium.settings.sections import Model
 
 IDS = [1, 5, 9, 11]
 

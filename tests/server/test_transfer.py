@@ -4,17 +4,18 @@ The engine that takes them is a stand-in that notes what it is told: NCCL itself
 """
 
 import asyncio
+from dataclasses import replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from podium.server.claims import Claims
-from podium.server.gate import Gate
-from podium.server.refusal import Refusal
+from podium.records import EngineTraits
+from podium.server.door import Refusal
+from podium.server.gate import Claims, Gate
 from podium.server.served import Served
-from podium.server.transfer import Join, Receive, Transfer, transfer_ranks
+from podium.server.weights import Join, Receive, Transfer
 from tests.server.serving import Running
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
@@ -25,7 +26,7 @@ UPDATE = {"names": list(SHAPES), "dtype_names": ["float32"] * 2, "shapes": [list
 class Able:
     """vLLM on two GPUs, as the server sees it."""
 
-    tensor_parallel = 2
+    traits = EngineTraits(channels=("nccl",), transfer_ranks=2)
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -54,7 +55,6 @@ def a_server(engine: Any, *, device: str = "cuda", peft: Any = None) -> Any:
 def test_names_and_shapes_reach_the_engine_and_the_run_owns_the_weights() -> None:
     engine = Able()
     server = a_server(engine)
-    assert transfer_ranks(server) == 2
     server.claims.take("mine", "run")
     asyncio.run(Transfer(server).join(Join(**MEETING, run="mine")))  # type: ignore[arg-type]
     asyncio.run(Transfer(server).receive(Receive(**UPDATE, version=7, run="mine")))  # type: ignore[arg-type]
@@ -70,10 +70,11 @@ def test_tensors_of_another_model_are_refused_before_any_comes(change: dict[str,
     assert engine.told == []
 
 
-@pytest.mark.parametrize("others", [{"device": "cpu"}, {"peft": object()}])
-def test_a_cpu_or_an_adapter_takes_none(others: dict[str, Any]) -> None:
+def test_an_engine_that_cannot_receive_takes_none() -> None:
+    engine = Able()
+    engine.traits = replace(engine.traits, transfer_ranks=0)
     with pytest.raises(Refusal, match="no weights by NCCL"):
-        asyncio.run(Transfer(a_server(Able(), **others)).join(Join(**MEETING)))  # type: ignore[arg-type]
+        asyncio.run(Transfer(a_server(engine)).join(Join(**MEETING)))  # type: ignore[arg-type]
 
 
 def test_another_run_than_the_owner_is_refused() -> None:

@@ -22,9 +22,9 @@ from podium.errors import ParityError
 from podium.model.evidence import Held, difference
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy
-from podium.sections import Model
-from podium.sync._delivery import Delivery
-from podium.sync._probe import Noise
+from podium.remote.codec import from_json, to_json
+from podium.settings.sections import Model
+from podium.sync._delivery import Delivery, Noise
 from podium.sync.adapter import Adapter
 from podium.sync.shared import Shared
 from tests.broken import FAULTS, faulty
@@ -166,7 +166,7 @@ def test_what_an_engine_shows_survives_the_way_through_json() -> None:
     engine = Inprocess(trainer.policy)
     trainer.step(1e-3)
     asyncio.run(engine.load_weights(trainer.weights(), 0))
-    held = Held.from_json(asyncio.run(engine.held()).to_json())
+    held = from_json(Held, to_json(asyncio.run(engine.held()).sealed()))
     scale = trainer.policy.adapter_scale
     assert difference(trainer.weights(), held, scale) is None
     assert "multiplies the adapter of" in str(difference(trainer.weights(), held, scale / 2))

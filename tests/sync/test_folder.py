@@ -12,10 +12,9 @@ from podium.engine.inprocess import Inprocess
 from podium.errors import InputError, WeightsError
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy
-from podium.sections import Model
-from podium.settings import Settings
-from podium.sync._delivery import Delivery
-from podium.sync._probe import Noise
+from podium.settings.sections import Model
+from podium.settings.tables import Settings
+from podium.sync._delivery import Delivery, Noise
 from podium.sync.adapter import Adapter
 from podium.sync.disk import Disk
 
@@ -71,7 +70,7 @@ def test_an_engine_that_refuses_a_folder_keeps_its_weights(tmp_path: Path) -> No
     nudge(policy)
     with torch.no_grad():
         next(p for p in policy.model.parameters() if p.requires_grad)[0, 0] = float("nan")
-    with pytest.raises(WeightsError, match="no finite numbers"):
+    with pytest.raises(WeightsError, match="not finite numbers"):
         asyncio.run(Adapter(delivery).push(1))
     assert engine.policy_version == 0
     assert asyncio.run(engine.score(PROBE)) == before

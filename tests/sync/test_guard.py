@@ -2,14 +2,14 @@ import pytest
 import torch
 
 from podium.errors import WeightsError
-from podium.sync._guard import check_finite
+from podium.sync._delivery import check_finite
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_that_is_no_number_is_found_and_its_tensor_named(value: float) -> None:
     bad = torch.ones(40, 50)
     bad[17, 3] = value
-    with pytest.raises(WeightsError, match="second holds values that are no finite numbers at the end"):
+    with pytest.raises(WeightsError, match="second holds values that are not finite numbers at the end"):
         check_finite([("first", torch.ones(3)), ("second", bad), ("third", bad)], "at the end")
 
 

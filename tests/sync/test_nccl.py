@@ -17,11 +17,11 @@ import torch
 
 from podium.errors import EngineError, InputError
 from podium.model.load import Policy, load_policy
-from podium.sections import Model
-from podium.settings import Settings
+from podium.records import EngineTraits
+from podium.settings.sections import Model
+from podium.settings.tables import Settings
 from podium.sync import nccl
-from podium.sync._delivery import Delivery
-from podium.sync._probe import Noise
+from podium.sync._delivery import Delivery, Noise
 from podium.sync.nccl import Nccl, check_devices, update_info
 
 
@@ -33,7 +33,7 @@ def a_policy(lora: bool = False) -> Policy:
 class Far:
     """An engine in another process: takes what the group noted, under the names it was told."""
 
-    transfer_ranks: int = 2
+    traits = EngineTraits(channels=("disk", "nccl"), transfer_ranks=2)
     policy_version: int | None = None
     joined: list[dict[str, Any]] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +53,9 @@ class Far:
 
 
 class Near:
-    """A trainer over a policy that stays where it is."""
+    """A trainer over a policy that stays where it is; its traits are those of an engine in this process."""
+
+    traits = EngineTraits(channels=("shared",))
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -141,7 +143,7 @@ def test_a_call_of_nccl_that_never_returns_is_an_error_in_time_and_keeps_nothing
 
 
 def test_what_nccl_cannot_carry_is_refused() -> None:
-    with pytest.raises(InputError, match="between GPUs, and the policy is on a CPU"):
+    with pytest.raises(InputError, match="between GPUs, but the policy is on a CPU"):
         Nccl(delivery(Far(), a_policy()))
     with pytest.raises(InputError, match="is for full weights"):
         check_devices(delivery(Far(), a_policy(lora=True)))

@@ -8,7 +8,8 @@ import pytest
 
 from podium.errors import ParityError
 from podium.model.evidence import Held
-from podium.sync._probe import FLOOR, SAFETY, TOLERANCE, Noise, check_parity
+from podium.records import EngineTraits
+from podium.sync._delivery import FLOOR, SAFETY, TOLERANCE, Noise, check_parity
 
 
 def check(expected: list[float], found: list[float], noise: str | Noise, held: Held | None = None) -> None:
@@ -24,9 +25,8 @@ def check(expected: list[float], found: list[float], noise: str | Noise, held: H
         return shown.faults[0] if shown.faults else None
 
     trainer: Any = SimpleNamespace(score=lambda probe: score(expected))
-    engine: Any = SimpleNamespace(score=lambda probe: score(found), policy_version=1)
-    if held is not None:
-        engine.held = show
+    traits = EngineTraits(channels=("disk",), shows_weights=held is not None)
+    engine: Any = SimpleNamespace(traits=traits, score=lambda probe: score(found), held=show, policy_version=1)
     noise = Noise(noise) if isinstance(noise, str) else noise
     asyncio.run(check_parity(trainer, engine, [1, 2, 3], 1, noise, compare))
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ParityError
-from podium.sync._delivery import Delivery
-from podium.sync._probe import Noise
+from podium.sync._delivery import Delivery, Noise
 from podium.sync.shared import Shared
 from tests.fakes import FakeEngine
 
@@ -27,7 +26,7 @@ class ScoringTrainer:
 
 def an_engine() -> FakeEngine:
     """Scores −1 everywhere, whatever it is given."""
-    engine = FakeEngine(lambda request, k: ((1,), (0.0,)))
+    engine = FakeEngine(lambda request: ((1,), (0.0,)))
     engine.policy_version = None
     return engine
 
@@ -63,7 +62,7 @@ def test_an_engine_that_keeps_its_version_is_named() -> None:
         async def load_weights(self, weights, version):
             pass
 
-    engine = Forgetful(lambda request, k: ((1,), (0.0,)))
+    engine = Forgetful(lambda request: ((1,), (0.0,)))
     engine.policy_version = 3
     with pytest.raises(ParityError, match="holds policy version 3 after version 4 was pushed"):
         asyncio.run(a_sync(engine, -1.0).push(4))

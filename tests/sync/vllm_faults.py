@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from podium.engine._vllm_steps import Served
+from podium.engine.vllm.steps import Served
 from podium.engine.vllm_local import VllmLocal, listed_rank
 from podium.model.evidence import difference
 from podium.model.load import load_policy
-from podium.sections import Model
+from podium.settings.sections import Model
 
 
 async def found(dtype: str) -> dict[str, Any]:

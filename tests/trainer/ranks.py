@@ -12,24 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from podium.loss._correction import Correction
-from podium.loss._objective import Objective
 from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
-from podium.model.forward import Placed, place
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import Correction
+from podium.model.forward import PlacedBatch, place
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
-from podium.trainer._checks import check_ids
-from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
-from podium.trainer._step import gradients_of_update
+from podium.trainer.update.ranks import sum_gradients, sum_over_ranks, together
+from podium.trainer.update.step import check_ids, gradients_of_update
 
 OBJECTIVES = {
     "grpo, tokens": Objective(grpo, "tokens", correction=Correction()),
     "gspo, rollouts": Objective(gspo, "rollouts", correction=Correction("sequence")),
-    "dapo, constant": Objective(dapo, "constant", constant=7),
+    "dapo, constant": Objective(dapo, 7),
     "KL in the loss": Objective(grpo, kl_beta=0.1),
-    "KL in the advantages": Objective(grpo, kl_beta=0.1, kl_in="advantage"),
+    "KL in the advantages": Objective(grpo, kl_beta=0.1, kl_estimator="in_advantages"),
 }
 VOCABULARY = 11
 RARE = VOCABULARY - 1
@@ -100,7 +99,7 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     together(lambda: [check_ids(batch) for batch in mine], torch.device("cpu"))
     placed = [place_on_cpu(batch) for batch in objective.prepare(mine, sum_over_ranks)]
 
-    def logprobs_of(placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs_of(placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if trouble == "no memory" or (trouble == "memory" and placed.batch.num_documents > 1):
             raise torch.OutOfMemoryError("too large")
         return model(placed.batch)
@@ -120,7 +119,7 @@ def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     return {"metrics": metrics, "gradients": gradients, "halvings": halvings}
 
 
-def place_on_cpu(batch: Batch) -> Placed:
+def place_on_cpu(batch: Batch) -> PlacedBatch:
     return place(batch, torch.device("cpu"))
 
 
@@ -165,9 +164,9 @@ def sharded_steps(
     """
     from safetensors.torch import load_file, save_file
 
-    from podium.lookup import find
     from podium.model.load import load_policy
-    from podium.settings import Model
+    from podium.settings.lookup import find
+    from podium.settings.tables import Model
     from tests.trainer.test_single import a_group
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -200,9 +199,9 @@ def sharded_steps(
 
 def step_without_memory(name: str, options: dict[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, float]:
     """A step of a trainer that runs out of memory once, in the middle of a backward pass."""
-    from podium.lookup import find
     from podium.model.load import load_policy
-    from podium.settings import Model
+    from podium.settings.lookup import find
+    from podium.settings.tables import Model
     from tests.trainer.test_single import a_group
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -222,12 +221,12 @@ def step_without_memory(name: str, options: dict[str, Any], rank: int = 0, ranks
 
 def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks: int = 1) -> str:
     """A run as `podium train` has it, or its resume; rank 0 leads and the other follows until it is told to end."""
-    from podium import run
-    from podium.run_folder import RunFolder
-    from podium.runtime._build import read_sources
-    from podium.runtime._core import serve_rank
-    from podium.runtime._ranks import join
-    from podium.settings import Settings
+    from podium.data.build import read_sources
+    from podium.run import start as run
+    from podium.run.folder import RunFolder
+    from podium.runtime.local import serve_rank
+    from podium.runtime.ranks.line import join
+    from podium.settings.tables import Settings
 
     settings = Settings.from_dict(tables)
     if ranks > 1:

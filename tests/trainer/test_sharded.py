@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from podium.errors import InputError, TooLargeError
-from podium.lookup import find, option_fields
 from podium.model.load import load_policy
 from podium.records import ReferenceSettings
-from podium.settings import Model
+from podium.settings.lookup import find, option_fields
+from podium.settings.tables import Model
 from podium.trainer.single import Single
 from tests.trainer.ranks import Pair, sharded_steps, step_without_memory
 

@@ -4,26 +4,27 @@ import asyncio
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from podium.errors import InputError, SharedPrefixError, SplitError, TokenMismatchError
-from podium.lookup import choices, find
-from podium.loss._correction import Correction
-from podium.loss._objective import Objective
-from podium.loss._traits import traits_of
+from podium.errors import SharedPrefixError, SplitError, TokenMismatchError
 from podium.loss.grpo import grpo
-from podium.model import attention
-from podium.model.forward import Placed
-from podium.model.fused import is_compiled
+from podium.loss.objective.objective import Objective
+from podium.loss.objective.terms import Correction
+from podium.loss.objective.traits import traits_of
+from podium.model import attention, fused
+from podium.model.forward import PlacedBatch
 from podium.model.load import load_policy
 from podium.pack import Document, pack, to_batch
 from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids_digest
-from podium.settings import Model
+from podium.settings.lookup import choices, find
+from podium.settings.tables import Model
 from podium.trainer import single as single_module
-from podium.trainer._step import gradients_of_update
 from podium.trainer.single import Single
+from podium.trainer.update.step import gradients_of_update
 from tests.broken import own_denominator
 
 TEXTS = ["37 + 48 = 85\n#### 85", "37 + 48 = 86", "1", "37 + 48 = 85\n#### 86"]
@@ -445,17 +446,17 @@ def test_compiled_layers_give_the_same_gradient() -> None:
 AVERAGED_LOSSES = [
     (name, average)
     for name in choices("loss")
-    for average in ("tokens", "rollouts", "constant")
+    for average in ("tokens", "rollouts", 5)
     if traits_of(find("loss", name)).average in (None, average)
 ]
 
 
 @pytest.mark.parametrize(("name", "average"), AVERAGED_LOSSES)
-def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
+def test_a_spare_batch_adds_exactly_nothing(name: str, average: Any) -> None:
     """Whatever the loss: no bit of gradient or metrics, also not of the KL and the correction."""
     loss = find("loss", name)
     correction = Correction(traits_of(loss).correction_level)
-    objective = Objective(loss, average, constant=5, correction=correction, kl_beta=0.1)
+    objective = Objective(loss, average, correction=correction, kl_beta=0.1)
     trainer = a_trainer()
     made = []
     for batch in pack([a_group(trainer, 2)], max_tokens_per_batch=99, temperature=1.0, ranks=3):
@@ -464,7 +465,7 @@ def test_a_spare_batch_adds_exactly_nothing(name: str, average: str) -> None:
         made.append(placed.with_fields(old_logprobs=near, reference_logprobs=near))
     assert [len(placed.row.loss_places) > 0 for placed in made] == [True, True, False]
 
-    def gradients(batches: list[Placed]) -> tuple[dict[str, float], torch.Tensor]:
+    def gradients(batches: list[PlacedBatch]) -> tuple[dict[str, float], torch.Tensor]:
         metrics, _ = gradients_of_update(
             trainer._logprobs,
             trainer._place,
@@ -545,11 +546,14 @@ def test_a_reference_follows_every_so_many_steps_that_were_made() -> None:
     assert all(torch.equal(trainer._parameters[name], tensor) for name, tensor in trainer._reference._copy.items())
 
 
-def test_layers_over_half_precision_weights_are_not_compiled() -> None:
-    policy = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
-    assert not is_compiled(policy.model, None)
-    with pytest.raises(InputError, match=r"needs model\.dtype = 'float32'"):
-        is_compiled(policy.model, True)
+def test_layers_are_compiled_over_float32_weights_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    models = [(cuda, torch.float32), (cuda, torch.bfloat16), (cpu, torch.float32), (cpu, torch.bfloat16)]
+    compiled = [fused.is_compiled(SimpleNamespace(device=device, dtype=dtype)) for device, dtype in models]
+    assert compiled == [True, False, False, False]
+    monkeypatch.setattr(fused, "has_triton", lambda: False)
+    assert not fused.is_compiled(SimpleNamespace(device=cuda, dtype=torch.float32))
 
 
 def test_the_steps_statistics_by_hand() -> None:

@@ -10,20 +10,25 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from podium.advantage._bounds import Clip, PositiveOnly, bounded
+from podium.advantage._assign import Clip, bounded
+
+EPS = 1e-4
+"""Added to the deviation, so that a group of nearly equal rewards gets no huge advantages. As in TRL."""
 
 
 def grpo(
     rewards: Sequence[float],
+    eps: float = EPS,
     *,
-    std: Annotated[Literal["population", "sample", "none"], Field(description="what to divide by")] = "population",
-    eps: Annotated[float, Field(ge=0, description="added to the deviation")] = 1e-4,
+    std: Annotated[
+        Literal["population", "sample", "none"],
+        Field(description="deviation to divide by; none: do not divide (Dr. GRPO)"),
+    ] = "population",
     clip: Clip = None,
-    positive_only: PositiveOnly = False,
 ) -> list[float]:
-    """One advantage a reward; at least two rewards."""
+    """One advantage per reward; needs at least two rewards."""
     mean = statistics.fmean(rewards)
     scale = 1.0
     if std != "none":
         scale = eps + (statistics.pstdev(rewards) if std == "population" else statistics.stdev(rewards))
-    return bounded([(reward - mean) / scale for reward in rewards], clip, positive_only)
+    return bounded([(reward - mean) / scale for reward in rewards], clip)

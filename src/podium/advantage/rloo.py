@@ -8,10 +8,10 @@ From RLOO (arXiv 2402.14740). Not divided by a deviation, so a group with rare s
 from collections.abc import Sequence
 from statistics import fmean
 
-from podium.advantage._bounds import Clip, PositiveOnly, bounded
+from podium.advantage._assign import Clip, bounded
 
 
-def rloo(rewards: Sequence[float], *, clip: Clip = None, positive_only: PositiveOnly = False) -> list[float]:
-    """One advantage a reward; at least two rewards."""
+def rloo(rewards: Sequence[float], *, clip: Clip = None) -> list[float]:
+    """One advantage per reward; needs at least two rewards."""
     count, mean = len(rewards), fmean(rewards)
-    return bounded([count / (count - 1) * (reward - mean) for reward in rewards], clip, positive_only)
+    return bounded([count / (count - 1) * (reward - mean) for reward in rewards], clip)

@@ -1,7 +1,7 @@
 """Built-in data: two-digit sums and differences, the task of the embedded model.
 
-In: a split. Out: rows such as "What is 37 + 48?" with the answer "85". The split of a problem is a hash of its
-text, so no problem is ever in both; the embedded model was pretrained without the held-out ones too.
+In: a split. Out: rows such as "What is 37 + 48?" with the answer "85". A hash of a problem's text decides its split, so
+no problem is in both; the embedded model was pretrained without the held-out problems too.
 """
 
 import zlib
@@ -13,11 +13,13 @@ from podium.records import Row
 
 HELD_OUT_ONE_IN = 32
 
+Split = Annotated[Literal["train", "held_out"], Field(description="part of the fixed split")]
+
 
 def arithmetic(
+    operations: str = "+-",
     *,
-    split: Annotated[Literal["train", "held_out"], Field(description="which side of the fixed split")] = "train",
-    operations: Annotated[str, Field(pattern=r"^[+-]+$", description="operators to ask about")] = "+-",
+    split: Split = "train",
 ) -> list[Row]:
     """Every problem of the split, in a fixed order."""
     problems = [(a, op, b) for a in range(10, 100) for op in sorted(set(operations)) for b in range(10, 100)]

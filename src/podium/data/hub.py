@@ -1,8 +1,8 @@
 """Data from Hugging Face `datasets`: a hub name, a folder, or a parquet, JSON, CSV or Arrow file.
 
-In: a path and a split. Out: rows with the columns that `_rows.py` tells; an empty cell counts as a missing column.
-Columns of pictures, sound and the like are left out. Local files are read without leaving a cache behind; what comes
-from the hub stays in the library's own.
+In: a path and a split. Out: rows, from the columns that `rows/columns.py` describes; an empty cell counts as a missing
+column. Columns with images, audio and the like are left out. Local files are read without leaving a cache; what comes
+from the hub stays in the library's own cache.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.data._rows import AnswerColumn, Columns, PromptColumn, RewardColumn, read_rows
+from podium.data.rows.columns import AnswerColumn, Columns, PromptColumn, Remap, RewardColumn, read_rows
 from podium.errors import InputError
 from podium.model.hub import hub_is_reachable
 from podium.records import Row
@@ -26,31 +26,31 @@ FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "cs
 
 def hub(
     *,
-    path: Annotated[str, Field(min_length=1, description="a hub name such as openai/gsm8k, a folder or a file")],
-    split: Annotated[str, Field(min_length=1, description="also a slice such as train[:10%]")] = "train",
-    config: Annotated[str | None, Field(description="the name of one of several datasets in one place")] = None,
+    path: Annotated[str, Field(min_length=1, description="hub name such as openai/gsm8k, folder or file")],
+    split: Annotated[str, Field(min_length=1, description="split, or a slice of it such as train[:10%]")] = "train",
+    config: Annotated[str | None, Field(description="name of the configuration, if the dataset has several")] = None,
     prompt_column: PromptColumn = None,
     answer_column: AnswerColumn = None,
     reward_column: RewardColumn = None,
+    remap: Remap = {},  # noqa: B006
 ) -> list[Row]:
-    """Every row of the split, in its order."""
+    """Every row of the split, in order."""
     if find_spec("datasets") is None:
         raise InputError("data.name = 'hub' needs the package datasets: pip install datasets")
     with _loaded(path, split, config) as table:
         names = [name for name, kind in table.features.items() if not hasattr(kind, "decode_example")]
         numbered = enumerate(table.select_columns(names), start=1)
-        return read_rows(
-            f"{path} ({split})", numbered, Columns(prompt_column, answer_column, reward_column), _without_empty
-        )
+        columns = Columns(prompt_column, answer_column, reward_column, remap)
+        return read_rows(f"{path} ({split})", numbered, columns, _without_empty)
 
 
 def _without_empty(row: dict[str, Any]) -> dict[str, Any]:
-    """A table has every column in every row; those that a row does not have are None."""
+    """Drops the columns that a row does not have: a table stores them as None."""
     return {name: _plain(value) for name, value in row.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
-    """Dates and bytes as texts: rewards get plain data, and a column that nobody asked for must not stop a run."""
+    """Turns dates and bytes into text: rewards get plain data, and an unused column must not stop a run."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -73,7 +73,7 @@ def _loaded(path: str, split: str, config: str | None) -> Iterator[Any]:
             table = _load(datasets, path, split, config, scratch)
         except InputError:
             raise
-        except Exception as error:  # whatever a broken file or an unknown name makes the libraries raise
+        except Exception as error:  # the libraries raise anything for a broken file or an unknown name
             raise InputError(f"data.path = {path!r}, split {split!r} cannot be loaded: {_reason(error)}") from None
         yield table
 
@@ -93,7 +93,7 @@ def _load(datasets: Any, path: str, split: str, config: str | None, scratch: str
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise InputError(f"data.path = {path!r}: no such file or folder")
     if not _is_cached(datasets, path) and not hub_is_reachable():
-        raise InputError(f"data.path = {path!r} is no file or folder here and the hub cannot be reached")
+        raise InputError(f"data.path = {path!r} is not a file or folder here, and the hub cannot be reached")
     return datasets.load_dataset(path, config, split=split)
 
 
@@ -113,7 +113,7 @@ def _is_cached(datasets: Any, name: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost error: the library's outer one says only that there was one."""
+    """The first line of the innermost error: the library's outer error only says that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

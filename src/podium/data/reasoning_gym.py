@@ -1,8 +1,8 @@
 """Procedural tasks of the package `reasoning-gym`, each scored by its own rule.
 
-In: a task's name, how many rows, a seed and the task's own options. Out: rows that name the reward `reasoning_gym`
-and carry what its scorer needs. The prompt is the task's question and the instruction below it, which tells the
-policy where its answer is looked for.
+In: a task's name, a number of rows, a seed and the task's own options. Out: rows that name the reward `reasoning_gym`
+and carry what its scorer needs. The prompt is the task's question followed by an instruction that says where to write
+the answer.
 """
 
 import io
@@ -25,22 +25,22 @@ INSTRUCTION = "Think it through, then write your final answer, and nothing else,
 
 NOT_OFFERED = {
     "composite": "give one [[data]] table for each of its tasks, with a weight",
-    "game_of_life_halting": "its scorer takes any text for right",
+    "game_of_life_halting": "its scorer accepts any text as correct",
 }
-"""Task → why, or what to do instead."""
+"""Task → why it is not offered, or what to do instead."""
 
 UNSOLVED = "Integral("
-"""In an official answer that sympy could not work out; no answer can match it, so the row is left out for the next."""
+"""Occurs in an official answer that sympy could not compute. No answer can match it, so the next row is used."""
 MAX_TRIES = 100
 
 
 def reasoning_gym(
     *,
     task: Annotated[str, Field(description="such as chain_sum or countdown")],
-    size: Annotated[int, Field(ge=1, description="rows to make")] = 500,
-    seed: Annotated[int, Field(ge=0, lt=1 << 32, description="other seeds make other rows")] = 0,
+    size: Annotated[int, Field(ge=1, description="number of rows")] = 500,
+    seed: Annotated[int, Field(ge=0, lt=1 << 32, description="other seeds give other rows")] = 0,
     config: Annotated[dict[str, Any], Field(description="the task's own options, such as { max_terms = 3 }")] = {},  # noqa: B006
-    instruction: Annotated[str, Field(description="put below each question; empty: nothing is")] = INSTRUCTION,
+    instruction: Annotated[str, Field(description="text added below each question; empty: none")] = INSTRUCTION,
 ) -> list[Row]:
     """The same rows for the same options, on every machine with the same release of the package."""
     if find_spec("reasoning_gym") is None:
@@ -60,7 +60,7 @@ def reasoning_gym(
             entries = map(made.__getitem__, range(size * MAX_TRIES))
             solved = (entry for entry in entries if UNSOLVED not in str(entry["answer"]))
             return [_row(task, options, entry, instruction) for entry in islice(solved, size)]
-    except Exception as error:  # the package checks its options with asserts and whatever else goes wrong
+    except Exception as error:  # the package checks its options with asserts; anything may come out of it
         reason = str(error).strip() or type(error).__name__
         raise InputError(f"data.task = {task!r} with {options} cannot make its rows: {reason}") from None
 
@@ -77,7 +77,7 @@ def _row(task: str, options: dict[str, Any], entry: dict[str, Any], instruction:
 
 @contextmanager
 def _quiet_and_seeded(seed: int) -> Iterator[None]:
-    """Some tasks print, warn of what is not ours, or draw from the global generator; none of it may show outside."""
+    """Hides a task's prints and warnings, and restores the global random state that some tasks use."""
     before = random.getstate()
     random.seed(seed)
     try:

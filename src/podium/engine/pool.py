@@ -1,13 +1,16 @@
 """Many engines as one: local processes that it starts itself, servers that run already, or both.
 
-In: requests. Out: answers. A request goes whole to the member with the fewest rollouts in flight; a member that dies,
-freezes or does not take new weights is replaced, and what it was writing is written by another. In-process members
-write the same rollouts wherever they run, so a run in which workers were killed is the same run; their answers come in
-the order of the requests for that reason, others as they become whole.
+In: requests. Out: answers. A request goes to the member with the fewest rollouts in flight, and a prefix group goes to
+one member. A member that dies, freezes or does not take new weights is replaced, and another member writes what it was
+writing. In-process members write the same rollouts wherever they run, so a run in which workers were killed is the same
+run.
 """
 
 import asyncio
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,25 +19,17 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from podium.engine._pool.dispatch import Terms
-from podium.engine._pool.health import Pulse
-from podium.engine._pool.keeper import Keeper, PoolFolder, hold
-from podium.engine._pool.supervisor import Rules, Weights
-from podium.engine._pool.together import (
-    CLOSE_S,
-    DEFAULT_CONCURRENCY,
-    IDLE_S,
-    PROMPTS_PER_REQUEST,
-    TOLERANCE,
-    Together,
-)
-from podium.engine._pool.workers import model_of, start_local, start_server
+from podium.engine.members.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
+from podium.engine.members.folder import PoolFolder, hold
+from podium.engine.members.workers import model_of, start_local, start_server
 from podium.engine.vllm_server import VllmServer
 from podium.errors import EngineError, InputError
-from podium.lookup import find, validate_options
 from podium.model.device_thread import team_size
 from podium.model.handoff import manifest_of, publish, remove_published
 from podium.model.load import Policy
+from podium.remote.fork_server import ForkServer, StartError
+from podium.remote.pool import IDLE_S, OnEvent, Rules
+from podium.settings.lookup import find, validate_options
 
 DEFAULT_REPLICAS = (2, 2)
 MAX_CALLS = 4096
@@ -43,14 +38,14 @@ MAX_CALLS = 4096
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Pool(Together):
-    channels = ("adapter", "disk")
-
+class Pool(EnginePool):
     def __init__(
         self,
         policy: Policy,
         snapshot: bool = False,
         compute_dtype: torch.dtype | None = None,
+        in_flight: bool = False,
+        on_event: OnEvent = lambda kind, **details: None,
         *,
         of: Annotated[
             Literal["inprocess", "vllm_local"] | None,
@@ -65,11 +60,7 @@ class Pool(Together):
         token_file: Annotated[Path | None, Field(description="holds the token of the servers")] = None,
         concurrency: Annotated[
             Annotated[int, Field(ge=1)] | Literal["adaptive"] | None,
-            Field(description="rollouts in flight per member; adaptive: found out. By default 64 inprocess, 256 vLLM"),
-        ] = None,
-        prompts_per_request: Annotated[
-            Annotated[int, Field(ge=1)] | None,
-            Field(description="prompts that a member gets together; by default 4 inprocess, where they share a batch"),
+            Field(description="rollouts in flight per member; adaptive: found out. By default 256; on a CPU 4 prompts"),
         ] = None,
         floor: Annotated[int, Field(ge=1, description="members that must be in service, or the run fails")] = 1,
         max_restarts: Annotated[int, Field(ge=0, description="starts in a row that may fail in one place")] = 5,
@@ -81,26 +72,47 @@ class Pool(Together):
         idle_s: Annotated[Seconds | None, Field(description="after which spare members end; by default 60")] = None,
         request_s: Annotated[Seconds, Field(description="for one request")] = 3600.0,
     ) -> None:
-        self.in_flight = False
-        self.outlives_run = bool(urls)
-        self._policy, self._of = policy, of or (None if urls else "inprocess")
+        self._policy, self._of, self._in_flight = policy, of or (None if urls else "inprocess"), in_flight
         if self._of is not None and find_spec("fastapi") is None:
             raise InputError("engine.name = 'pool' starts servers, which need FastAPI: pip install 'podium-rl[server]'")
         self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
-        self._start_s, self._request_s = start_s, request_s
+        self._rules = Rules(
+            replicas or DEFAULT_REPLICAS,
+            floor,
+            max_restarts,
+            start_s,
+            recovery_s,
+            frozen_s,
+            request_s,
+            idle_s or IDLE_S,
+            max_redispatches,
+            kind="engines",
+            floor_name="engine.floor",
+            error=EngineError,
+        )
+        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY
         dtype = self._precision(member.get("dtype"), floor)
-        limits = (max_restarts, start_s, recovery_s, idle_s or IDLE_S, TOLERANCE[dtype])
-        rules = Rules(replicas or DEFAULT_REPLICAS, floor, *limits)
-        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY[self._of]
-        is_exact = self._of == "inprocess"
-        together = prompts_per_request or PROMPTS_PER_REQUEST[self._of]
-        terms = Terms(together, is_exact, max_redispatches, request_s, recovery_s)
-        super().__init__(dtype, rules, Pulse(frozen_s, stalled_s), terms, fixed)
-        self._member_options, self._compute_dtype = member, compute_dtype and str(compute_dtype).partition(".")[2]
-        self._folder: PoolFolder | None = None
-        self._keeper: Keeper | None = None
+        self._folder = PoolFolder()
+        traits = replace(
+            type(self).traits,
+            dtype=dtype,
+            weights_root=self._folder.weights,
+            outlives_run=bool(urls),
+            max_context_tokens=min(member.get("max_context_tokens") or sys.maxsize, policy.max_context_tokens),
+            keeps_order=self._of == "inprocess" and policy.device.type == "cpu" and not urls,
+        )
+        super().__init__(self._rules, traits, fixed, stalled_s, on_event)
+        given = {
+            "model": model_of(policy),
+            "engine": self._of,
+            "options": member,
+            "compute_dtype": compute_dtype and str(compute_dtype).partition(".")[2],
+        }
+        threads = max(1, team_size() // self._rules.replicas[1])
+        self._server = _fork_server(given, threads, self._folder, start_s)
         self._held: list[Path] = []
         self._claimed: tuple[str, str] | None = None
+        asyncio.run_coroutine_threadsafe(_started(self._server), self._thread.loop)
 
     @staticmethod
     def refuse(**options: Any) -> None:
@@ -128,31 +140,15 @@ class Pool(Together):
             if options["member"].get("sleep"):
                 raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
 
-    @property
-    def weights_root(self) -> Path:
-        """Where published weights are read; made, and its keeper started, when it is first asked for."""
-        if self._folder is None:
-            self._folder = PoolFolder()
-            given = {
-                "model": model_of(self._policy),
-                "engine": self._of,
-                "options": self._member_options,
-                "compute_dtype": self._compute_dtype,
-                "threads": max(1, team_size() // self._supervisor.rules.replicas[1]),
-            }
-            self._keeper = Keeper(self._folder.path, given, self._start_s)
-            asyncio.run_coroutine_threadsafe(self._keeper.begin(), self._thread.loop)
-        return self._folder.weights
-
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        folder = await asyncio.to_thread(publish, self.weights_root, self._policy, weights, version)
+        folder = await asyncio.to_thread(publish, self._folder.weights, self._policy, weights, version)
         try:
             await self.load_folder(folder, version)
         finally:
             remove_published(folder)
 
     async def load_folder(self, folder: Path, version: int) -> None:
-        await self._thread.call(self._push(folder, version))
+        await self._thread.call(self._push_folder(folder, version))
         self.policy_version = version
 
     async def claim(self, run_id: str, scope: str) -> None:
@@ -166,18 +162,15 @@ class Pool(Together):
         try:
             self._thread.finish(self._end(), CLOSE_S)
         finally:
-            if self._keeper is not None:
-                self._keeper.close()
-            if self._folder is not None:
-                self._folder.remove()
-            self._keeper = self._folder = None
+            self._server.close()
+            self._folder.remove()
 
-    async def _push(self, folder: Path, version: int) -> None:
+    async def _push_folder(self, folder: Path, version: int) -> None:
         """From a copy by links that stays until the next push, for members that come later."""
-        held = self.weights_root / f"pool-{folder.name}"
+        held = self._folder.weights / f"pool-{folder.name}"
         await asyncio.to_thread(hold, folder, manifest_of(folder), held)
         try:
-            await self._supervisor.push(Weights(held, version), self._begin)
+            await self._push(Weights(held, version))
         except BaseException:
             await asyncio.to_thread(remove_published, held)
             raise
@@ -185,24 +178,19 @@ class Pool(Together):
             await asyncio.to_thread(remove_published, old)
         self._held = [held]
 
-    def _begin(self) -> None:
-        assert self._folder is not None
-        assert self._keeper is not None
-        local = partial(start_local, self._keeper, self._folder.sockets, self._connect) if self._of else None
+    def _start(self) -> None:
+        local = partial(start_local, self._server, self._folder, self._connect) if self._of else None
         servers = [(url, partial(self._start_server, url)) for url in self._urls]
-        self._supervisor.start(local, servers)
+        self._pool.start(local, servers)
 
     async def _start_server(self, url: str, name: str) -> Any:
-        assert self._keeper is not None
-        return await start_server(self._keeper, url, self._claimed, self._connect)
+        return await start_server(self._server, url, self._claimed, self._connect)
 
     def _connect(self, url: str) -> Any:
         """Waits for its first answer, on a thread of its own."""
         token_file = None if url.startswith("unix:") else self._token_file
-        limits = {"timeout_s": self._request_s, "concurrency": MAX_CALLS}
-        engine = VllmServer(self._policy, url=url, token_file=token_file, **limits)
-        engine.in_flight = self.in_flight
-        return engine
+        limits = {"timeout_s": self._rules.request_s, "concurrency": MAX_CALLS}
+        return VllmServer(self._policy, in_flight=self._in_flight, url=url, token_file=token_file, **limits)
 
     def _precision(self, of_processes: str | None, floor: int) -> str:
         """The coarsest that members compute in. Servers are asked, so one with another model is refused now."""
@@ -213,7 +201,7 @@ class Pool(Together):
         problems: list[EngineError] = []
         for url in self._urls:
             try:
-                found.add(self._connect(url).dtype)
+                found.add(self._connect(url).traits.dtype)
             except EngineError as error:
                 problems.append(error)
         if self._of is None and len(self._urls) - len(problems) < floor:
@@ -221,8 +209,8 @@ class Pool(Together):
         return "bfloat16" if "bfloat16" in found else "float32"
 
     async def _end(self) -> None:
-        servers = [member.worker.engine for member in self._members if member.worker.pid is None]
-        await self._supervisor.close()
+        servers = [member.worker.engine for member in self._pool.members if member.worker.pid is None]
+        await self._pool.close()
         for engine in servers:
             await asyncio.to_thread(engine.close)
 
@@ -230,3 +218,23 @@ class Pool(Together):
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
+
+
+def _fork_server(given: Mapping[str, Any], threads: int, folder: PoolFolder, start_s: float) -> ForkServer:
+    """In-process engines on a CPU are loaded once, before the fork, and then share the memory of the base weights."""
+    is_shared = given["engine"] == "inprocess" and given["model"]["device"] == "cpu"
+    one_thread = {"TOKENIZERS_PARALLELISM": "false"} | ({"OMP_NUM_THREADS": "1"} if is_shared else {})
+    return ForkServer(
+        "podium.server.worker:PoolWorker",
+        {"given": given, "threads": threads, "root": str(folder.weights)},
+        is_shared=is_shared,
+        start_s=start_s,
+        environment=one_thread,  # a process without other threads forks safely
+        leftovers=[folder.path],
+    )
+
+
+async def _started(server: ForkServer) -> None:
+    """Before the first worker is needed, which reports the problem if there is one."""
+    with suppress(StartError):
+        await server.start()

@@ -1,6 +1,6 @@
 """vLLM in this process: the base model is loaded once and stays warm, new weights reach it in memory.
 
-In: requests. Out: answers as they become whole, in any order; calls that overlap share vLLM's steps. Under LoRA every
+In: single requests, any number at the same time; they share vLLM's steps. Out: one answer per request. Under LoRA every
 request carries the adapter of the policy version that it began with (id = version + 1; the base stays untouched); full
 weights go through vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from.
 """
@@ -10,7 +10,8 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,17 +19,17 @@ import torch
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from podium.engine._draft import Draft
-from podium.engine._room import check_room
-from podium.engine._vllm_evidence import held_adapter, held_full
-from podium.engine._vllm_steps import Served, SharedSteps
+from podium.engine.decoding.room import check_room
+from podium.engine.vllm.evidence import held_adapter, held_full
+from podium.engine.vllm.steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
 from podium.model.evidence import Held
 from podium.model.handoff import in_saved_format, publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
 from podium.model.trial import check_application
-from podium.records import Answer, FinishReason, Request, Sampling
+from podium.records import Answer, EngineTraits, FinishReason, Request, Sampling
+from podium.stages import OnTokens
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are handed over in memory
@@ -54,7 +55,13 @@ SLEEP_LEVEL = 1
 class VllmLocal:
     """`snapshot` matters to `sleep` alone: vLLM always has weights of its own."""
 
-    channels = ("shared", "adapter", "disk")
+    traits = EngineTraits(
+        channels=("shared", "adapter", "disk"),
+        packages=("vllm",),
+        runs_in_worker=True,
+        plans_threads=True,
+        shows_weights=True,
+    )
 
     def __init__(
         self,
@@ -77,13 +84,21 @@ class VllmLocal:
     ) -> None:
         self.policy_version: int | None = None
         _check_device(policy, snapshot, memory_share, tensor_parallel, sleep)
-        self.dtype = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
+        precision = dtype or ("bfloat16" if policy.device.type == "cuda" else "float32")
+        can_receive = policy.peft is None and policy.device.type == "cuda"
         self.max_context_tokens = min(max_context_tokens or policy.max_context_tokens, policy.max_context_tokens)
+        self.traits = replace(
+            type(self).traits,
+            dtype=precision,
+            keeps_weights=policy.peft is not None,
+            max_context_tokens=self.max_context_tokens,
+            transfer_ranks=tensor_parallel if can_receive else 0,
+        )
         self.tensor_parallel = tensor_parallel
         self._policy, self._loads, self._asleep, self._is_tried = policy, 0, False, False
         self._folder = Path(tempfile.mkdtemp(prefix="podium-vllm-"))
         options = {
-            "dtype": self.dtype,
+            "dtype": precision,
             "max_model_len": self.max_context_tokens,
             "max_num_seqs": concurrency,
             "enforce_eager": eager,
@@ -103,27 +118,21 @@ class VllmLocal:
                 f"engine.name = 'vllm_local': vLLM's model has {known} ids, the policy {policy.vocabulary}"
             )
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        check_room(requests, sampling, self.max_context_tokens)
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        check_room(request, self.max_context_tokens)
         await self.wake()
-        drafts = [Draft(request, 0) for request in requests]
-        owners = [(index, k) for index, request in enumerate(requests) for k in range(len(request.seeds))]
-        asked = [(requests[index].token_ids, _parameters(sampling, requests[index].seeds[k])) for index, k in owners]
-        outputs = self._steps.outputs(asked)
-        try:
-            async for place, output, (first, last) in outputs:
-                index, sample = owners[place]
-                drafts[index].add(sample, *rollout_of(output.outputs[0]), last, first)
-                if drafts[index].is_whole:
-                    yield drafts[index].answer()
-        finally:
-            await outputs.aclose()
+        parameters = _parameters(request.sampling, request.seed, on_tokens is not None)
+        output, versions = await self._steps.output(request.token_ids, parameters, on_tokens)
+        ids, logprobs, finish_reason = rollout_of(output.outputs[0])
+        return Answer(tuple(ids), tuple(logprobs), finish_reason, versions)
+
+    def release(self, name: str) -> None:
+        """Nothing to free: vLLM's prefix cache knows its tokens and makes room by itself."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         await self.wake()
-        outputs = self._steps.outputs([(token_ids, _scoring_parameters())])
-        found = [output async for _, output, _ in outputs]
-        return aligned_logprobs(token_ids, found[0].prompt_logprobs)
+        output, _ = await self._steps.output(token_ids, _scoring_parameters())
+        return aligned_logprobs(token_ids, output.prompt_logprobs)
 
     async def held(self) -> Held | None:
         """What its workers sample with; None for full weights that are cut among GPUs."""
@@ -154,7 +163,7 @@ class VllmLocal:
         async def load(adapter: dict[str, torch.Tensor]) -> None:
             await on_device_thread(self._write_and_attach, adapter.items(), 0)
 
-        await check_application(self._policy, self.dtype, load, self.score, type(self).__name__)
+        await check_application(self._policy, self.traits.dtype, load, self.score, type(self).__name__)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         await self.wake()
@@ -314,7 +323,7 @@ def _pack_again(model: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def _parameters(sampling: Sampling, seed: int) -> Any:
+def _parameters(sampling: Sampling, seed: int, has_listener: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -328,7 +337,7 @@ def _parameters(sampling: Sampling, seed: int) -> Any:
         ignore_eos=True,  # the run says which ids end an answer
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if has_listener else RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -1,44 +1,52 @@
 """An engine behind HTTP: `podium serve` on this machine or another, over vLLM or over the in-process engine.
 
-In: requests. Out: answers as they become whole, in any order. Weights reach it through a folder that both see. It lives
-on after the run, so the run claims it before it pushes and releases it at its end; every answer says whose weights
-wrote it, and one by another run's or by a restarted server's is an error.
+In: single requests; those of one turn of the event loop travel in one HTTP call. Out: one answer per request. Weights
+reach the server through a folder that both see. The server lives on after the run, so the run claims it before it
+pushes and releases it at its end. Every answer says whose weights wrote it; an answer by the weights of another run or
+of a restarted server is an error.
 """
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
-from podium.engine._connection import Connection, token_of
-from podium.errors import EngineError, InputError, PodiumError, WeightsError
+from podium.engine.decoding.room import check_room
+from podium.engine.vllm.connection import Connection, token_of
+from podium.errors import CodecError, EngineError, InputError, PodiumError, WeightsError
+from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
-from podium.model.fingerprint import tokenizer_fingerprint
 from podium.model.handoff import publish, read_manifest, remove_published
 from podium.model.load import Policy
-from podium.records import Answer, Request, Sampling
+from podium.records import Answer, EngineTraits, PrefixGroup, Request
+from podium.remote.codec import from_plain, to_plain
+from podium.remote.rollouts import Batching, Rollouts, Written
+from podium.stages import OnTokens
 
 CALL_TOKENS = 200_000
 """Prompt tokens of one HTTP call; a server takes about three times as many."""
-CALL_ROLLOUTS = 8_192
-CALL_PROMPTS = 2_048
+CALL_REQUESTS = 1_024
+"""Of one HTTP call; a server takes a few more (server/door.py)."""
 
 
 class VllmServer:
-    """`snapshot` is of no concern here: a server always has weights of its own."""
+    """`snapshot` is of no concern here: a server always has weights of its own. `in_flight`: the server takes new
+    weights in the middle of answers."""
 
-    channels = ("adapter", "disk", "nccl")
-    outlives_run = True
+    traits = EngineTraits(channels=("adapter", "disk", "nccl"), outlives_run=True, shows_weights=True)
 
     def __init__(
         self,
         policy: Policy,
         snapshot: bool = False,
+        in_flight: bool = False,
         *,
         url: Annotated[str, Field(description="http://host:port, https://host:port or unix:/path/of/socket")],
         token_file: Annotated[Path | None, Field(description="file with the server's token")] = None,
@@ -48,18 +56,21 @@ class VllmServer:
         concurrency: Annotated[int, Field(ge=1, description="calls at the same time; others wait")] = 64,
     ) -> None:
         self.policy_version: int | None = None
-        self.in_flight = False
-        """Whether new weights are taken in the middle of answers; a schedule sets it."""
-        self._policy = policy
+        self._policy, self._in_flight = policy, in_flight
         self._run: str | None = None
         self._connection = Connection(url, token_of(token_file, token_env), timeout_s, silence_s, concurrency)
         info = self._connection.ask("GET", "/info")
         self._shake_hands(info)
-        self.dtype: str = info["dtype"]
-        self.max_context_tokens: int = info["max_context_tokens"]
-        self.weights_root = Path(info["weights_root"])
-        self.transfer_ranks: int = info["transfer_ranks"]
-        """GPUs that can meet the trainer's for `nccl`; 0: none."""
+        root = Path(info["weights_root"])
+        self.traits = replace(
+            type(self).traits,
+            dtype=info["dtype"],
+            weights_root=root,
+            max_context_tokens=info["max_context_tokens"],
+            transfer_ranks=info["transfer_ranks"],
+        )
+        self._weights_root = root
+        self._batching, self._name = Batching(self._ask, call_sizes), secrets.token_hex(8)
 
     def _shake_hands(self, info: Any) -> None:
         """Another tokenizer would mean other words by the same ids."""
@@ -78,26 +89,19 @@ class VllmServer:
                 f"{', '.join(different).replace('_', ' ')}; serve the model that is trained"
             )
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Answer]:
-        ready: asyncio.Queue[Answer | Exception | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._call(part, sampling, ready)) for part in _parts(requests)]
-        missing, running = {request.key for request in requests}, len(tasks)
-        try:
-            while running:
-                item = await ready.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                    continue
-                missing.discard(item.key)
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if missing:
-            raise EngineError(f"engine {self._connection.url} left out {len(missing)} of {len(requests)} answers")
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        check_room(request, self.traits.max_context_tokens or self._policy.max_context_tokens)
+        return await self._batching.generate(self._own(request), on_tokens)
+
+    def release(self, name: str) -> None:
+        """Nothing to free: the server's engine frees a prefix group after its last request."""
+
+    def _own(self, request: Request) -> Request:
+        """With names that no other client of the server uses."""
+        group, episode = request.prefix_group, request.episode
+        if group is not None:
+            group = PrefixGroup(f"{self._name}/{group.name}", group.size)
+        return replace(request, prefix_group=group, episode=episode and f"{self._name}/{episode}")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         found = await self._connection.post("/score", {"token_ids": list(token_ids), "run": self._run})
@@ -111,15 +115,15 @@ class VllmServer:
         """Checksums of what the server's engine samples with; None where that engine cannot show it."""
         found = await self._connection.post("/held", {"run": self._run})
         try:
-            held = None if found["held"] is None else Held.from_json(found["held"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+            held = from_plain(Held | None, found["held"])
+        except (KeyError, TypeError, CodecError):
             raise EngineError(f"engine {self._connection.url} does not say which weights it holds") from None
         self._check_version(found, "shows")
         return held
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Through a folder of its own, gone afterwards."""
-        folder = await asyncio.to_thread(publish, self.weights_root, self._policy, weights, version)
+        folder = await asyncio.to_thread(publish, self._weights_root, self._policy, weights, version)
         try:
             await self.load_folder(folder, version)
         finally:
@@ -127,7 +131,7 @@ class VllmServer:
 
     async def load_folder(self, folder: Path, version: int) -> None:
         manifest = read_manifest(folder)
-        body = {"id": folder.name, "version": version, "in_flight": self.in_flight, "run": self._run}
+        body = {"id": folder.name, "version": version, "in_flight": self._in_flight, "run": self._run}
         taken = await self._connection.post("/reload_weights", body)
         file = "adapter_model.safetensors" if manifest["kind"] == "adapter" else "model.safetensors"
         expected = {"version": version, "sha256": manifest["files"][file]["sha256"]}
@@ -152,7 +156,7 @@ class VllmServer:
         self._run = run_id
 
     async def disconnect(self) -> None:
-        """Closes the connections of this event loop, for whoever keeps many engines."""
+        """Closes the connections of this event loop. A pool calls it for each of its engines."""
         await self._connection.close()
 
     def close(self) -> None:
@@ -162,40 +166,35 @@ class VllmServer:
                 self._connection.ask("POST", "/release", {"run": self._run}, timeout_s=10.0)
         self._run = None
 
-    async def _call(self, requests: Sequence[Request], sampling: Sampling, ready: asyncio.Queue[Any]) -> None:
-        asked = {request.key: request for request in requests}
-        try:
-            body = _body(requests, sampling, self._run)
-            async with aclosing(self._connection.stream("/generate", body)) as lines:
-                async for line in lines:
-                    ready.put_nowait(self._answer(line, asked))
-            ready.put_nowait(None)
-        except Exception as error:
-            ready.put_nowait(error)
+    async def _ask(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
+        missing = set(range(len(requests)))
+        body = to_plain(Rollouts.of(requests, self._run))
+        async with aclosing(self._connection.stream("/rollouts", body)) as lines:
+            async for line in lines:
+                yield self._answer(line, requests, missing)
+        if missing:
+            raise EngineError(f"engine {self._connection.url} left out {len(missing)} of {len(requests)} answers")
 
-    def _answer(self, line: Any, asked: dict[int, Request]) -> Answer:
+    def _answer(self, line: Any, requests: Sequence[Request], missing: set[int]) -> tuple[int, Answer]:
         """A line that is not what was asked for is the engine's failure."""
         url = self._connection.url
         if isinstance(line, dict) and "error" in line:
             raise EngineError(f"engine {url}: {str(line['error'])[:500]}")
         try:
-            request = asked.pop(line["key"])
-            ids = tuple(tuple(_typed(int, row)) for row in line["token_ids"])
-            logprobs = tuple(tuple(map(float, _typed((int, float), row))) for row in line["logprobs"])
-            versions = tuple((first, last) for first, last in (_typed(int, pair) for pair in line["policy_versions"]))
-            answer = Answer(request.key, ids, logprobs, tuple(line["finish_reason"]), versions)
-        except (KeyError, TypeError, ValueError):
+            written = from_plain(Written, line)
+            missing.remove(written.place)
+        except (KeyError, CodecError):
             raise EngineError(f"engine {url} sent a line that answers nothing") from None
-        counts = {len(part) for part in (ids, logprobs, answer.finish_reasons, versions)}
-        if counts != {len(request.seeds)} or [len(row) for row in ids] != [len(row) for row in logprobs]:
-            raise EngineError(f"engine {url}: prompt {request.key} has wrong counts of rollouts, ids or logprobs")
-        if not all(_are_numbers(row) for row in logprobs) or not set(answer.finish_reasons) <= {"stop", "length"}:
-            raise EngineError(f"engine {url}: prompt {request.key} has logprobs that are no numbers or no known end")
+        answer, label = written.answer, requests[written.place].label
+        if len(answer.token_ids) != len(answer.logprobs):
+            raise EngineError(f"engine {url}: {label} has wrong counts of ids or logprobs")
+        if not all(map(math.isfinite, answer.logprobs)) or answer.finish_reason not in ("stop", "length"):
+            raise EngineError(f"engine {url}: {label} has logprobs that are no numbers or no known end")
         vocabulary = self._policy.vocabulary  # asked once: it is looked up in the model each time
-        if not all(0 <= i < vocabulary for row in ids for i in row):
-            raise EngineError(f"engine {url}: prompt {request.key} has an id outside the vocabulary")
-        self._check_owner(line.get("run"))
-        return answer
+        if not all(0 <= i < vocabulary for i in answer.token_ids):
+            raise EngineError(f"engine {url}: {label} has an id outside the vocabulary")
+        self._check_owner(written.run)
+        return written.place, answer
 
     def _check_version(self, found: Any, what: str) -> None:
         if self.policy_version is not None and found.get("policy_version") != self.policy_version:
@@ -211,40 +210,19 @@ class VllmServer:
             raise EngineError(f"engine {self._connection.url} holds the weights of {owner}, not of {self._run!r}")
 
 
-def _parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """The requests in calls of a size that a server takes."""
-    part: list[Request] = []
-    tokens = rollouts = 0
+def call_sizes(requests: Sequence[Request]) -> Iterator[int]:
+    """How many requests go into each HTTP call, so that a server takes it. A prompt travels once per call."""
+    size = tokens = 0
+    prompts: set[tuple[int, ...]] = set()
     for request in requests:
-        tokens, rollouts = tokens + len(request.token_ids), rollouts + len(request.seeds)
-        if part and (tokens > CALL_TOKENS or rollouts > CALL_ROLLOUTS or len(part) == CALL_PROMPTS):
-            yield part
-            part, tokens, rollouts = [], len(request.token_ids), len(request.seeds)
-        part.append(request)
-    if part:
-        yield part
-
-
-def _body(requests: Sequence[Request], sampling: Sampling, run: str | None) -> dict[str, Any]:
-    return {
-        "requests": [
-            {"key": request.key, "prompt_token_ids": list(request.token_ids), "seeds": list(request.seeds)}
-            for request in requests
-        ],
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop_token_ids": list(sampling.stop_ids),
-        "stream": True,
-        "run": run,
-    }
-
-
-def _typed(kind: Any, values: Any) -> Any:
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise TypeError
-    return values
+        more = 0 if request.token_ids in prompts else len(request.token_ids)
+        if size and (tokens + more > CALL_TOKENS or size == CALL_REQUESTS):
+            yield size
+            size, tokens, more, prompts = 0, 0, len(request.token_ids), set()
+        size, tokens = size + 1, tokens + more
+        prompts.add(request.token_ids)
+    if size:
+        yield size
 
 
 def _are_numbers(values: Any) -> bool:

@@ -1,8 +1,8 @@
 """CISPO: the clipped ratio is a weight without gradient, so every token keeps a gradient, clipped or not.
 
-    loss = −sg(clamp(r, 1 − clip_low, 1 + clip_high))·A·policy
+    loss = −sg(clamp(r, 1 − low, 1 + high))·A·policy     clip = [low, high]
 
-From MiniMax-M1 (arXiv 2506.13585). `clip_low = "none"` leaves the weight unbounded below.
+From MiniMax-M1 (arXiv 2506.13585). `clip = ["none", high]` has no lower bound.
 """
 
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import ratio_of
+from podium.loss.objective.ratios import Clip, High, ratio_of
 from podium.records import Batch, PolicyLoss
 
 
@@ -19,17 +19,18 @@ def cispo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip_low: Annotated[
-        Annotated[float, Field(ge=0, le=1)] | Literal["none"], Field(description="the weight is at least 1 − clip_low")
-    ] = 0.2,
-    clip_high: Annotated[float, Field(ge=0, description="the weight is at most 1 + clip_high")] = 0.28,
+    clip: Annotated[
+        Clip | tuple[Literal["none"], High],
+        Field(description='bounds of the weight, [1 - low, 1 + high]; one number c is [c, c]; low may be "none"'),
+    ] = (0.2, 0.28),
 ) -> PolicyLoss:
     ratio = ratio_of(policy_logprobs, old_logprobs).detach()
-    low = 0.0 if clip_low == "none" else 1 - clip_low
-    weight = ratio.clamp(low, 1 + clip_high)
+    below, above = clip if isinstance(clip, tuple) else (clip, clip)
+    low, high = 0.0 if below == "none" else 1 - below, 1 + above
+    weight = ratio.clamp(low, high)
     return PolicyLoss(
         per_token=-weight * batch.advantages * policy_logprobs,
         ratio=ratio,
         clipped_low=ratio < low,
-        clipped_high=ratio > 1 + clip_high,
+        clipped_high=ratio > high,
     )

@@ -1,6 +1,6 @@
-"""DAPO: GRPO's loss with a wider upper bound, so that unlikely tokens can grow, and an optional dual clip.
+"""DAPO: GRPO's loss with a higher upper bound, so that unlikely tokens can become likely, and an optional dual clip.
 
-    loss = max(−r·A, −clamp(r, 1 − clip_low, 1 + clip_high)·A)
+    loss = max(−r·A, −clamp(r, 1 − low, 1 + high)·A)     clip = [low, high]
     with a dual clip c > 1:  where A < 0,  min(loss, −c·A)
 
 From DAPO (arXiv 2503.14476); the dual clip from arXiv 1912.09729 bounds the loss of a token whose ratio explodes.
@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import clipped_surrogate, ratio_of
+from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of
 from podium.records import Batch, PolicyLoss
 
 
@@ -20,13 +20,14 @@ def dapo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip_low: Annotated[float, Field(ge=0, le=1, description="ratios below 1 − clip_low carry no gradient")] = 0.2,
-    clip_high: Annotated[float, Field(ge=0, description="ratios above 1 + clip_high carry no gradient")] = 0.28,
+    clip: Annotated[
+        Clip, Field(description="ratios outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]")
+    ] = (0.2, 0.28),
     dual_clip: Annotated[
-        float | None, Field(gt=1, description="where the advantage is negative, no ratio counts for more than this")
+        float | None, Field(gt=1, description="for negative advantages, ratios count at most this much")
     ] = None,
 ) -> PolicyLoss:
-    loss = clipped_surrogate(ratio_of(policy_logprobs, old_logprobs), batch.advantages, clip_low, clip_high)
+    loss = clipped_surrogate(ratio_of(policy_logprobs, old_logprobs), batch.advantages, clip)
     if dual_clip is None:
         return loss
     bound = -dual_clip * batch.advantages

@@ -2,9 +2,10 @@
 
     loss = −(policy·A·w − ½·beta·(policy − rollout)²)
 
-From arXiv 2405.19107. The penalty is against the sampler: against `old` it would vanish with one update per batch. It
-also holds where A = 0, never outside the loss mask, and the correction weight w does not touch it. There is no ratio:
-the penalty is what makes rollouts of another policy usable. With beta = 0 only one update per batch is right.
+From arXiv 2405.19107. The penalty is the distance to the sampler: a distance to `old` would vanish with one update per
+batch. The penalty also applies where A = 0, never outside the loss mask, and the correction weight w does not change
+it. There is no ratio: the penalty makes rollouts of another policy usable. With beta = 0 the loss is correct only for
+one update per batch.
 """
 
 from dataclasses import replace
@@ -13,8 +14,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import ratio_of, unclipped
-from podium.loss._traits import loss_traits
+from podium.loss.objective.ratios import ratio_of, unclipped
+from podium.loss.objective.traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import ratio_of, unclipped
+from podium.loss.objective.ratios import ratio_of, unclipped
 from podium.records import Batch, PolicyLoss
 
 
@@ -20,7 +20,7 @@ def importance_sampling(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    max_ratio: Annotated[float | None, Field(gt=0, description="ratios are truncated here; by default nowhere")] = None,
+    max_ratio: Annotated[float | None, Field(gt=0, description="ratios are truncated here; default: no limit")] = None,
 ) -> PolicyLoss:
     ratio = ratio_of(policy_logprobs, old_logprobs)
     if max_ratio is None:

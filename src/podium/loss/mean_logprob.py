@@ -1,15 +1,15 @@
 """The advantage times the mean logprob of the answer.
 
-    loss = −A · mean_t policy_t      a rollout
+    loss = −A · mean_t policy_t      per rollout
 
-The plainest form of a group-relative update: no ratio, no clip. So it is right on-policy only: one update per batch,
-and a sampler that holds the weights that are updated.
+The simplest form of a group-relative update: no ratio, no clip. It is correct on-policy only: one update per batch, and
+a sampler that holds the weights that are updated.
 """
 
 import torch
 
-from podium.loss._ratio import ratio_of, unclipped
-from podium.loss._traits import loss_traits
+from podium.loss.objective.ratios import ratio_of, unclipped
+from podium.loss.objective.traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 

@@ -3,9 +3,9 @@
     ratio = true:   loss = −exp(clamp(policy − rollout, ±20))·A
     ratio = false:  loss = −A·policy
 
-From Williams (1992). The ratio is against the sampler's logprobs, so it is its own correction for a sampler that lags
-or rounds differently, and no other is applied. Without the ratio the loss is right on-policy only: one update per
-batch, and a sampler that holds the weights that are updated.
+From Williams (1992). The ratio divides by the sampler's logprobs, so it already corrects for a sampler that lags or
+rounds differently, and no other correction is applied. Without the ratio the loss is correct on-policy only: one update
+per batch, and a sampler that holds the weights that are updated.
 """
 
 from typing import Annotated
@@ -13,8 +13,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import ratio_of, unclipped
-from podium.loss._traits import loss_traits
+from podium.loss.objective.ratios import ratio_of, unclipped
+from podium.loss.objective.traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 
@@ -24,8 +24,7 @@ def reinforce(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    ratio: Annotated[bool, Field(description="weigh by the ratio to the sampler")] = True,
+    ratio: Annotated[bool, Field(description="weight by the ratio to the sampler")] = True,
 ) -> PolicyLoss:
     to_sampler = ratio_of(policy_logprobs, batch.rollout_logprobs)
-    weighed = to_sampler if ratio else policy_logprobs
-    return unclipped(-weighed * batch.advantages, to_sampler)
+    return unclipped(-(to_sampler if ratio else policy_logprobs) * batch.advantages, to_sampler)

@@ -1,6 +1,6 @@
-"""PPO's clip on whole answers: the ratio of summed logprobs, one a rollout.
+"""PPO's clip on whole answers: the ratio of summed logprobs, one per rollout.
 
-    r = exp(clamp(Σ_t policy − Σ_t old, ±20)),   loss = max(−r·A, −clamp(r, 1 ± clip)·A)   a rollout
+    r = exp(clamp(Σ_t policy − Σ_t old, ±20)),   loss = max(−r·A, −clamp(r, 1 ± clip)·A)   per rollout
 
 Each rollout counts once, whatever its length. The ratio of a long answer leaves the clip range quickly; `gspo` is the
 length-normalised form.
@@ -11,8 +11,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss._ratio import clipped_surrogate, ratio_of, sum_by_document
-from podium.loss._traits import loss_traits
+from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of, sum_by_document
+from podium.loss.objective.traits import loss_traits
 from podium.records import Batch, PolicyLoss
 
 
@@ -22,9 +22,13 @@ def sequence(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip_low: Annotated[float, Field(ge=0, le=1, description="below 1 − clip_low a rollout has no gradient")] = 0.2,
-    clip_high: Annotated[float, Field(ge=0, description="above 1 + clip_high a rollout has no gradient")] = 0.2,
+    clip: Annotated[
+        Clip,
+        Field(
+            description="rollouts with a ratio outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]"
+        ),
+    ] = (0.2, 0.2),
 ) -> PolicyLoss:
-    # The same value on every token of a rollout: its mean over the rollout is the rollout's loss.
+    # Every token of a rollout has the same value, so the mean over its tokens is the rollout's loss.
     ratio = ratio_of(sum_by_document(policy_logprobs, batch), sum_by_document(old_logprobs, batch))
-    return clipped_surrogate(ratio, batch.advantages, clip_low, clip_high)
+    return clipped_surrogate(ratio, batch.advantages, clip)

@@ -1,9 +1,9 @@
 """Attention for packed rows, registered with transformers under the name "podium".
 
 In: queries, keys and values of one row `[1, heads, L, head_dim]` that holds several documents, and its segments. Out:
-what each document would give alone: by torch's variable-length kernel for half precision on CUDA, else by way of
+the attention of each document by itself, from torch's variable-length kernel for half precision on CUDA, else through
 padded tables. Without segments (an engine's prefill and decode) it is plain SDPA. transformers makes no mask for an
-attention that it does not know, so none of size `[L, L]` ever exists.
+attention that it does not know, so a mask of size `[L, L]` never exists.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from podium.errors import InputError
-from podium.model.row import Segments, SharedKeys, Table
+from podium.model.packed_row import Segments, SharedKeys, Table
 
 NAME = "podium"
 
@@ -26,7 +26,7 @@ def packed_attention(module, query, key, value, attention_mask, segments: Segmen
     kwargs.pop("sliding_window", None)
     if kwargs.get("softcap") is not None:
         raise InputError(
-            "this model soft-caps its attention scores, which Podium's attention does not do; use another model"
+            "this model soft-caps its attention scores, which Podium's attention does not support; use another model"
         )
     if segments is not None:
         dtype = _product_dtype(query)
@@ -44,10 +44,10 @@ def packed_attention(module, query, key, value, attention_mask, segments: Segmen
 
 
 def window_of(module: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Keys that a query of this layer may look at, itself included; None for all before it.
+    """How many keys a query of this layer may attend to, including its own; None: all before it.
 
-    Most architectures hand it over. Some put it into the mask alone, which is not made here, so it is read from the
-    config: by the layer's type where there are types.
+    Most architectures pass the window as an argument. Some only put it into the mask, which is not made here; then it
+    is read from the config, by the layer's type if layers have types.
     """
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"] or None
@@ -59,7 +59,7 @@ def window_of(module: Any, kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-    """A decode step: the query heads of a key head are its queries, so no key is copied for each of them."""
+    """A decode step: the query heads that share a key head become its queries, so no key is copied per query head."""
     rows, heads, _, dim = query.shape
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
     out = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
@@ -67,13 +67,13 @@ def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> t
 
 
 def _product_dtype(query: torch.Tensor) -> torch.dtype:
-    """That of autocast where it is on: rotary embeddings leave queries and keys in float32."""
+    """The dtype of autocast if it is on: rotary embeddings leave queries and keys in float32."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def keys_of_segments(tokens: torch.Tensor, shared: SharedKeys) -> torch.Tensor:
-    """Keys or values `[L, heads, head_dim]` of the row's tokens → `[K, heads, head_dim]` of every segment's."""
+    """Keys or values of the row's tokens `[L, heads, head_dim]` → of all segments `[K, heads, head_dim]`."""
     return _TakeKeys.apply(tokens, shared.places, shared.own, shared.prompt_tokens, shared.copies)  # type: ignore[return-value]
 
 
@@ -96,14 +96,14 @@ class _TakeKeys(torch.autograd.Function):
 
 
 def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
-    """No padding at all. The kernel wants as many key heads as query heads (torch 2.11 has no other form)."""
+    """No padding at all. The kernel needs as many key heads as query heads (torch 2.11 has no other form)."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     width = v.shape[-1]
-    if width < k.shape[-1]:  # which the kernel does not do
+    if width < k.shape[-1]:  # the kernel needs equal widths
         v = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
     out = varlen_attn(
         q.contiguous(),
@@ -120,7 +120,7 @@ def _by_kernel(q, k, v, segments: Segments, window: int | None, scaling: float) 
 
 
 def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -> torch.Tensor:
-    """Segments of like length in one padded table, plain attention, and back."""
+    """Puts segments of similar length into padded tables and runs plain attention on each table."""
     if len(segments.tables) == 1:
         return _attend(q, k, v, segments.tables[0], segments.shared is not None, window, scaling)
     parts = [
@@ -140,7 +140,7 @@ def _by_table(q, k, v, segments: Segments, window: int | None, scaling: float) -
 
 
 def _attend(q, k, v, table: Table, is_shared: bool, window: int | None, scaling: float) -> torch.Tensor:
-    """One padded row a segment, padding last, so that the causal mask hides it."""
+    """One padded row per segment; the padding comes last, so the causal mask hides it."""
     mask = None
     if is_shared or (window is not None and table.longest_key > window):
         rows = torch.arange(table.longest_query, device=q.device)[None, :, None]
@@ -160,13 +160,13 @@ def _attend(q, k, v, table: Table, is_shared: bool, window: int | None, scaling:
 
 
 def _padded(tokens: torch.Tensor, places: torch.Tensor, longest: int, count: int) -> torch.Tensor:
-    """`[tokens, heads, head_dim]` → `[segments, heads, longest, head_dim]`, zeros where nothing stands."""
+    """`[tokens, heads, head_dim]` → `[segments, heads, longest, head_dim]`, padded with zeros."""
     table = tokens.new_zeros(count * longest, *tokens.shape[1:]).index_copy(0, places, tokens)
     return table.view(count, longest, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _within_window(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
-    """A decode or prefill mask narrowed to the last `window` keys. Each row's keys stand in order of position."""
+    """A decode or prefill mask narrowed to the last `window` keys. Each row's keys are in order of position."""
     columns = torch.arange(key.shape[2], device=key.device)
     if query.shape[2] == 1 and mask is not None:
         newest = mask.long().sum(-1, keepdim=True)  # keys in use, the newest included

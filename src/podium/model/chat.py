@@ -1,15 +1,17 @@
 """Messages to token ids, on the client side.
 
-The tokenizer's chat template with the generation prompt added: exactly the ids of `apply_chat_template(tokenize=True)`
-for messages without special tokens. A tokenizer without a template is a base model's, and its prompt is the turns'
-plain text, a line break between them.
+Applies the tokenizer's chat template with the generation prompt. Messages without special tokens get exactly the ids of
+`apply_chat_template(tokenize=True)`. A tokenizer without a template belongs to a base model; its prompt is the plain
+text of the turns, separated by line breaks.
 
-A special token written inside a message stays text: a user cannot end his own turn by typing the end-of-turn token.
-Special is what the tokenizer says is special. Added tokens that are not, such as `<think>` or `<tool_call>` of many
-models, are words that a message may use, and the model has learned them as such.
+A special token inside a message stays text: users cannot end their turn by typing the end-of-turn token. A token is
+special if the tokenizer says so. Other added tokens, such as `<think>` or `<tool_call>` of many models, are words that
+a message may use.
 """
 
 import copy
+import hashlib
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +28,8 @@ Message = Mapping[str, str]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], system: str | None = None) -> tuple[int, ...]:
-    """Ids of the prompt. A trailing assistant turn (an example answer) is dropped: the policy is to write it.
-    `system` is for messages that do not begin with a system turn of their own."""
+    """Ids of the prompt. A trailing assistant turn (an example answer) is dropped: the policy writes that turn.
+    `system` is added to messages that do not begin with their own system turn."""
     turns = [dict(message) for message in messages]
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
@@ -39,7 +41,7 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
     text = _apply(tokenizer, turns)
     special = _special_tokens(tokenizer)
     if special is None or not any(special.search(part) for turn in turns for part in turn.values()):
-        # no warning of length: rows that are too long are counted elsewhere
+        # No warning about length: rows that are too long are counted elsewhere.
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     masked, unmask = _masked(turns, special, text)
     return tuple(_encode_with_text(tokenizer, _apply(tokenizer, masked), unmask, special))
@@ -47,7 +49,7 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
 
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Finds the special tokens in a text, the longest first. Kept, as some models have hundreds and every row asks."""
+    """Finds special tokens in a text, the longest first. Cached: some models have hundreds, and every row asks."""
     marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     every = sorted({*marked, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, every))) if every else None
@@ -58,14 +60,14 @@ def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(turn["role"] for turn in turns)
-        raise InputError(f"the model's chat template refuses the turns {roles}: {error}") from None
+        raise InputError(f"the model's chat template rejects the turns {roles}: {error}") from None
 
 
 def _masked(
     turns: list[dict[str, str]], special: re.Pattern[str], text: str
 ) -> tuple[list[dict[str, str]], Callable[[str], str]]:
-    """The turns with a number in the place of each special token, and what puts the tokens back. So the template does
-    with the rest of a message what it always does, and the special tokens in its output are its own."""
+    """The turns with a number instead of each special token, and a function that puts the tokens back. The template
+    then treats the rest of a message as usual, and every special token in its output is its own."""
     everything = "\n".join([text, *(part for turn in turns for part in turn.values())])
     number = next(number for number in map(str, count(10**11)) if number not in everything)
     found: list[str] = []
@@ -80,8 +82,8 @@ def _masked(
 
 
 def _encode_with_text(tokenizer: Any, masked: str, unmask: Callable[[str], str], special: re.Pattern[str]) -> list[int]:
-    """Ids of a template's output: its own special tokens are special, those that `unmask` puts back are text."""
-    if not tokenizer.is_fast:  # Python tokenizers split at all added tokens or at none: each piece is encoded alone
+    """Ids of a template's output: the template's special tokens are special, those that `unmask` restores are text."""
+    if not tokenizer.is_fast:  # Python tokenizers split at all added tokens or at none, so each piece is encoded alone
         pieces = re.split(f"({special.pattern})", masked)
         return [i for place, piece in enumerate(pieces) for i in _piece_ids(tokenizer, unmask(piece), place % 2 == 1)]
     doubled, stand_ins, originals = _with_stand_ins(tokenizer)
@@ -98,10 +100,12 @@ def _piece_ids(tokenizer: Any, piece: str, is_special: bool) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _with_stand_ins(tokenizer: Any) -> tuple[Any, dict[str, str], dict[int, int]]:
-    """A copy of the tokenizer with a stand-in for each special token: an added token of the same rules that is not
-    special, with a name that no message can guess. Where special tokens are split, stand-ins are not, so a whole
-    prompt can be encoded at once, and spaces and line breaks next to a special token are treated as ever.
-    Also: the stand-in of each special token, and the id of the token that each stand-in's id means."""
+    """(a copy of the tokenizer, special token → its stand-in, stand-in's id → special token's id).
+
+    A stand-in is an added token with the same rules that is not special and whose name no message can guess. With
+    `split_special_tokens`, special tokens are split but stand-ins are not, so a whole prompt can be encoded at once,
+    and spaces and line breaks next to a special token are treated as usual.
+    """
     doubled, nonce = copy.deepcopy(tokenizer), secrets.token_hex(16)
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     specials = sorted({*(name for name, token in added.items() if token.special), *tokenizer.all_special_tokens})
@@ -113,3 +117,18 @@ def _with_stand_ins(tokenizer: Any) -> tuple[Any, dict[str, str], dict[int, int]
         doubled.add_tokens([AddedToken(stand_in, special=False, **rules)])
     to_id = tokenizer.convert_tokens_to_ids
     return doubled, stand_ins, {doubled.convert_tokens_to_ids(stand): to_id(name) for name, stand in stand_ins.items()}
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any]:
+    """Hashes of the vocabulary and of the chat template, and the special tokens with their ids."""
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    roles = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    return {
+        "vocabulary": _hash(sorted(tokenizer.get_vocab().items())),
+        "special_ids": {**special, **roles},
+        "chat_template": _hash(tokenizer.chat_template),
+    }
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]

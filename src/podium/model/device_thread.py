@@ -1,15 +1,15 @@
 """The threads that run torch.
 
-Engine and trainer of one process take turns on one of them, so the event loop stays free for rewards and signals, and
-the process has one team of CPU threads (`one_team`) instead of two that fight for the cores. On CUDA, an engine with
-weights of its own has a thread and a stream of its own: there both work at the same time.
+Engine and trainer of one process take turns on one thread. The event loop stays free for rewards and signals, and the
+process has one team of CPU threads (`one_team`) instead of two that compete for the cores. On CUDA, an engine with its
+own weights has its own thread and stream, so that engine and trainer run at the same time.
 """
 
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -22,13 +22,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BEFORE_OTHERS = -1
-"""Priority of a stream whose short kernels go between the long ones of another."""
+"""Priority of a stream whose short kernels run between the long kernels of another stream."""
+STAND_STILL_S = 5.0
+"""How long a caller that gives up waits for the thread to leave the iterator."""
 FREE_S = 600.0
-"""For so long may a call that an earlier run of the process left behind go on."""
+"""How long to wait for a call that an earlier run of this process left running."""
 
 
 class DeviceThread:
-    """Runs one call after the other; `stream` is where their kernels go, by default the device's own."""
+    """Runs one call after the other; their kernels go to `stream`, or to the device's default stream."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = stream
@@ -37,7 +39,7 @@ class DeviceThread:
         self._pool = ThreadPoolExecutor(1, name, self._begin)
 
     def _begin(self) -> None:
-        """In the thread itself: torch keeps its stream and, from 2.13 on, its compiler's settings by thread."""
+        """Runs in the thread itself: torch keeps the stream and, from 2.13 on, the compiler settings per thread."""
         set_compiler()
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)
@@ -52,8 +54,11 @@ class DeviceThread:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def made_ahead(self, items: Iterator[T]) -> AsyncGenerator[T]:
-        """Each item as soon as it is made. The thread goes on to the next one by itself, so whoever uses them, or keeps
-        the event loop busy, does not keep the device waiting; calls of others come between two items."""
+        """Yields each item as soon as it is made.
+
+        The thread continues with the next item by itself, so a slow consumer or a busy event loop does not make the
+        device wait. Other calls of this thread run between two items.
+        """
         loop, made, stopped = asyncio.get_running_loop(), asyncio.Queue[T](), threading.Event()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -67,12 +72,13 @@ class DeviceThread:
         def hand_over(done: Future[T]) -> None:
             failure = done.exception()
             item = done.result() if failure is None else _END
-            loop.call_soon_threadsafe(take, item, failure)  # where the loop is closed, this is the end
-            if item is not _END:
-                try:
-                    ask()
-                except RuntimeError as closed:
-                    loop.call_soon_threadsafe(take, _END, closed)
+            with suppress(RuntimeError):  # the loop is closed, which ends this
+                loop.call_soon_threadsafe(take, item, failure)
+                if item is not _END:
+                    try:
+                        ask()
+                    except RuntimeError as closed:
+                        loop.call_soon_threadsafe(take, _END, closed)
 
         def take(item: T, failure: BaseException | None) -> None:
             made.put_nowait(item)
@@ -85,46 +91,46 @@ class DeviceThread:
         try:
             while (item := await made.get()) is not _END:
                 yield item
-            await ended  # raises what broke it
+            await ended  # raises the iterator's error
         finally:
             stopped.set()
-            await asyncio.wait([ended])  # the iterator may be closed only when it stands still
+            await asyncio.wait([ended], timeout=STAND_STILL_S)  # a thread that is stuck does not keep the caller
 
     def set_team(self, threads: int) -> None:
-        """How many CPU threads work on a call."""
+        """Sets how many CPU threads work on a call."""
 
         def set_threads() -> None:
-            torch.get_num_threads()  # or the thread's first product would set what the process has then
+            torch.get_num_threads()  # otherwise the thread's first product would reset it to the process's number
             set_num_threads(threads)
 
         try:
             self._pool.submit(set_threads).result(FREE_S)
         except TimeoutError:
             raise NoProgressError(
-                f"a call of an earlier run in this process is still going on, {FREE_S:.0f} s after this one asked for "
+                f"a call of an earlier run in this process is still running, {FREE_S:.0f} s after this run requested "
                 "the device; start a new process"
             ) from None
 
     def close(self) -> None:
-        """What was asked for is run to its end; nothing can be asked any more."""
+        """Accepts no more calls; those already submitted run to their end."""
         self._pool.shutdown(wait=False)
 
 
 SHARED = DeviceThread("device")
-"""Of the trainer, and of engines that take turns with it."""
+"""The thread of the trainer, and of engines that take turns with it."""
 on_device_thread = SHARED.run
 
 
 _team: int | None = None
-"""CPU threads of the device thread, inside `one_team`."""
+"""Number of CPU threads of the device thread, while inside `one_team`."""
 
 
 @contextmanager
 def one_team() -> Iterator[None]:
-    """The CPU threads that torch would give to the caller work for the device thread; the caller has itself alone.
+    """Gives the CPU threads that torch would start for the caller to the device thread; the caller keeps one thread.
 
-    The caller loads the model, which would make it a team of its own. That one would only wait afterwards, but OpenMP
-    sees more threads than cores then, and puts to sleep and wakes the other team at every product.
+    The caller loads the model, which would start a team of its own. That team would then only wait, but OpenMP would
+    see more threads than cores, and would put the other team to sleep and wake it at every product.
     """
     global _team
     if _team is not None:
@@ -134,7 +140,7 @@ def one_team() -> Iterator[None]:
     SHARED.set_team(threads)
     _team = threads
     try:
-        set_num_threads(1)  # of this thread, and of those that come to torch later
+        set_num_threads(1)  # for this thread, and for threads that use torch for the first time later
         yield
     finally:
         set_num_threads(threads)
@@ -142,7 +148,7 @@ def one_team() -> Iterator[None]:
 
 
 def team_size() -> int:
-    """CPU threads that torch's work is shared among."""
+    """Number of CPU threads that run torch's work."""
     return _team or torch.get_num_threads()
 
 

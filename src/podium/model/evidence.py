@@ -1,29 +1,30 @@
-"""Proof without rounding that an engine holds the trainer's weights.
+"""Exact proof that an engine holds the trainer's weights.
 
-Logprobs cannot give it: at a small learning rate a step moves them by less than bfloat16 rounds. So an engine shows the
-tensors that it samples with (`Held`), in its own precision: the two halves of each adapter, the scale and the output
-of the adapter branch on a fixed input; or the full weights. `difference` compares them with the trainer's. Between two
-processes each tensor travels as a checksum (`sealed`). It is a sum of integers, so the order of the sum does not matter
-and any device gives the same; a GPU computes it where the tensor lies and the host waits once.
+Logprobs cannot prove it: at a small learning rate a step changes them by less than bfloat16 rounding. So an engine
+shows the tensors that it samples with (`Held`), in its own precision: the two halves of each adapter, the scale and the
+output of the adapter branch on a fixed input; or the full weights. `difference` compares them with the trainer's.
+Between processes, a checksum replaces each tensor (`sealed`). It is a sum of integers, so its order does not matter and
+every device computes the same; the host waits for the device once. `mean_gap` and `allowed_gap` compare logprobs.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import torch
 
 BLOCK = 1 << 15
-"""Integers that are summed first; a row of them stays in a CPU's cache."""
+"""Integers per partial sum; a block of them fits into a CPU's cache."""
 ROWS_AT_ONCE = 16
 BRANCH_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Of a branch's output, relative to its own length."""
+"""Allowed difference of a branch's output, relative to its norm."""
 CANCELLED = 0.2
-"""A branch's output is taken to be at least this share of its usual length."""
+"""For that tolerance, a branch's output counts as at least this share of its usual norm."""
 NUM_VIEWS = 4
-"""Numbers that stand for one output of a branch: sums with fixed signs."""
+"""How many numbers represent one output of a branch: sums with fixed signs."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Shown:
     tensor: torch.Tensor | None = None
     checksum: int | None = None
     columns: tuple[int, ...] | None = None
-    """Only these columns, where a kernel keeps the rest in a form that nobody can read."""
+    """Only these columns, if a kernel stores the others in a form that cannot be read."""
     is_scaled: bool = False
-    """Multiplied with the adapter's scale already."""
+    """Whether it is already multiplied by the adapter's scale."""
 
 
 @dataclass(frozen=True)
@@ -46,47 +47,22 @@ class Held:
     shown: Mapping[str, Shown]
     """By the names of `Policy.named_weights`."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Of each adapted layer."""
+    """The adapter's scale, per adapted layer."""
     branches: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """`branch_views` of each adapted layer, where its adapter is a branch of its own."""
+    """`branch_views` of each adapted layer, if its adapter is computed as a separate branch."""
     unseen: tuple[str, ...] = ()
-    """Weights that lie where they cannot be read; logprobs alone speak for them."""
+    """Weights that cannot be read; only logprobs can check these."""
     faults: tuple[str, ...] = ()
-    """What the engine found wrong with itself, such as a merged layer that is not base + scale·B·A."""
+    """Errors that the engine found in itself, such as a merged layer that is not base + scale·B·A."""
 
     def sealed(self) -> "Held":
-        """With checksums in the place of tensors."""
+        """The same with checksums instead of tensors."""
         names = [name for name, shown in self.shown.items() if shown.tensor is not None]
         sums = checksums([self.shown[name].tensor for name in names])  # type: ignore[misc]
         made = {
             name: replace(self.shown[name], tensor=None, checksum=each) for name, each in zip(names, sums, strict=True)
         }
         return replace(self, shown={**self.shown, **made})
-
-    def to_json(self) -> dict[str, Any]:
-        shown = {
-            name: [each.dtype, f"{each.checksum:016x}", each.columns, each.is_scaled]
-            for name, each in self.sealed().shown.items()
-        }
-        branches = {name: list(values) for name, values in self.branches.items()}
-        return {
-            "shown": shown,
-            "scales": dict(self.scales),
-            "branches": branches,
-            "unseen": self.unseen,
-            "faults": self.faults,
-        }
-
-    @classmethod
-    def from_json(cls, said: Any) -> "Held":
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything else than `to_json` makes."""
-        shown = {
-            str(name): Shown(str(dtype), None, int(checksum, 16), columns and tuple(map(int, columns)), bool(is_scaled))
-            for name, (dtype, checksum, columns, is_scaled) in said["shown"].items()
-        }
-        scales = {str(name): float(scale) for name, scale in said["scales"].items()}
-        branches = {str(name): [float(value) for value in values] for name, values in said["branches"].items()}
-        return cls(shown, scales, branches, tuple(map(str, said["unseen"])), tuple(map(str, said["faults"])))
 
 
 def shown(tensor: torch.Tensor, **others: Any) -> Shown:
@@ -95,12 +71,12 @@ def shown(tensor: torch.Tensor, **others: Any) -> Shown:
 
 @torch.no_grad()
 def difference(weights: Iterable[tuple[str, torch.Tensor]], held: Held, scale: float | None) -> str | None:
-    """What of `held` is not the trainer's, for people; None where all of it is. `scale` is that of the adapter."""
+    """How `held` differs from the trainer's weights, for people; None if it does not. `scale` is the adapter's."""
     if held.faults:
         return held.faults[0]
     flags: dict[str, torch.Tensor | str | None] = {}
     halves: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:  # to the end: ranks that share the weights give them together
+    for name, tensor in weights:  # to the end: ranks that shard the weights gather them together
         flags[name] = None if name in held.unseen else _is_other(name, tensor, held.shown.get(name), scale)
         if held.branches and name in held.shown and ".lora_" in name:
             halves[name] = _as_held(tensor, held.shown[name], scale)
@@ -115,7 +91,7 @@ def difference(weights: Iterable[tuple[str, torch.Tensor]], held: Held, scale: f
 
 
 def _is_other(name: str, tensor: torch.Tensor, theirs: Shown | None, scale: float | None) -> torch.Tensor | str | None:
-    """A flag, still on the device; None where both are the same memory; words where they cannot be compared."""
+    """A flag, still on the device; None if both are the same memory; a text if they cannot be compared."""
     if theirs is None:
         return f"it does not hold {name}"
     expected = _as_held(tensor, theirs, scale)
@@ -129,9 +105,9 @@ def _is_other(name: str, tensor: torch.Tensor, theirs: Shown | None, scale: floa
 
 
 def is_among(held: Held | None, others: Iterable[Held]) -> bool:
-    """Whether a member of a pool holds what another one holds; those that keep weights in another form do not count.
+    """Whether a member of a pool holds the same weights as some other member that stores them in the same form.
 
-    True where it cannot be said.
+    True if there is nothing to compare with.
     """
     if held is None:
         return True
@@ -148,7 +124,7 @@ def _as_held(tensor: torch.Tensor, theirs: Shown, scale: float | None) -> torch.
     """The trainer's tensor as the engine should hold it."""
     expected = tensor.detach().to(getattr(torch, theirs.dtype))
     if theirs.columns is not None:
-        expected = expected[..., list(theirs.columns)] + 0.0  # a kernel that brings columns out makes 0 of -0
+        expected = expected[..., list(theirs.columns)] + 0.0  # a kernel that returns columns turns -0 into 0
     return expected * (scale or 0.0) if theirs.is_scaled else expected
 
 
@@ -160,10 +136,10 @@ def _other_scale(held: Held, scale: float | None) -> str | None:
 
 
 def _other_branch(held: Held, halves: Mapping[str, torch.Tensor], scale: float | None) -> str | None:
-    """Each branch's output, within the rounding of the engine's precision, relative to its own length.
+    """Compares each branch's output, within the rounding of the engine's precision, relative to the output's norm.
 
     `halves` are as the engine holds them, so only the products round. With a rank of 1 or 2 the inner sum may nearly
-    cancel out; then a share of the usual length is allowed.
+    cancel out; the tolerance is then relative to a share of the usual norm.
     """
     made: list[torch.Tensor] = []
     for layer in held.branches:
@@ -177,7 +153,7 @@ def _other_branch(held: Held, halves: Mapping[str, torch.Tensor], scale: float |
         gap = max(abs(a - b) for a, b in zip(expected, held.branches[layer], strict=True))
         if not gap <= allowed:
             return (
-                f"the adapter's branch of {layer} gives an output that differs by {gap:.2g}, {allowed:.2g} is allowed"
+                f"the adapter's branch of {layer} gives an output that differs by {gap:.2g}; {allowed:.2g} is allowed"
             )
     return None
 
@@ -194,26 +170,26 @@ def branch_output(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tenso
 
 
 def branch_views(output: torch.Tensor) -> torch.Tensor:
-    """A few numbers that stand for an output `[out]`; each is about as large as the output is long."""
+    """A few numbers that represent an output `[out]`; each is about as large as the output's norm."""
     return _signs(NUM_VIEWS, output.shape[-1], output.device) @ output.float()
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of the bytes of each tensor; waits for the device once."""
+    """A checksum of each tensor's bytes; waits for the device once."""
     return _listed([_checksum(tensor) for tensor in tensors])
 
 
 def weights_digest(weights: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Of names, types, shapes and checksums: for ranks that compare what they hold."""
+    """A digest of names, dtypes, shapes and checksums, for ranks that compare what they hold."""
     found = hashlib.sha256()
-    for name, tensor in weights:  # one at a time: where ranks share the weights, each is gathered and let go
+    for name, tensor in weights:  # one at a time: sharded weights are gathered and released one by one
         [checksum] = checksums([tensor])
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum}\n".encode())
     return found.digest()
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer of 63 bits, still on the device: the bytes as integers, times fixed odd numbers, by place."""
+    """A 63-bit integer, still on the device: the bytes as integers, each times a fixed odd number for its position."""
     numbers = _as_integers(tensor.detach())
     rows = numbers[: len(numbers) // BLOCK * BLOCK].view(-1, BLOCK)
     rest = numbers[rows.numel() :]
@@ -224,7 +200,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as int64, with zeros at the end where they do not come out even."""
+    """The bytes as int64, padded with zeros at the end."""
     flat = tensor.contiguous().view(-1)
     missing = -len(flat) % (8 // flat.element_size())
     if missing or flat.storage_offset() * flat.element_size() % 8:
@@ -238,7 +214,7 @@ def _odd_numbers(start: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Each int64 to one that looks random, the same on every device."""
+    """Maps each int64 to a pseudo-random one, the same on every device."""
     for factor in (-7046029254386353131, -4658895280553007687):
         numbers = (numbers + 0x2545F491) * factor
         numbers = numbers ^ (numbers >> 29)
@@ -246,7 +222,7 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def fixed_signs(seed: int, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Ones and minus ones, the same everywhere."""
+    """Ones and minus ones, the same on every device."""
     numbers = _mixed(torch.arange(shape.numel(), device=device) + 1_000_003 * (seed + 1))
     return (((numbers >> 13) & 1).float() * 2 - 1).view(shape)
 
@@ -263,3 +239,25 @@ def _listed(numbers: Sequence[torch.Tensor]) -> list[Any]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+MAX_UNLIKELINESS = 10.0
+
+
+def mean_gap(logprobs: Sequence[float], others: Sequence[float]) -> float:
+    """Mean absolute difference; not finite if a logprob is not."""
+    return fmean(abs(a - b) for a, b in zip(logprobs, others, strict=True))
+
+
+def allowed_gap(tolerance: float, logprobs: Sequence[float]) -> float:
+    """The tolerance, up to ten times larger for unlikely tokens."""
+    return tolerance * unlikeliness(logprobs)
+
+
+def unlikeliness(logprobs: Sequence[float]) -> float:
+    """The mean absolute logprob, between 1 and 10.
+
+    The policy is not trained to write the probe's tokens, so they may become very unlikely, and the rounding error of a
+    logprob grows with its size.
+    """
+    return min(MAX_UNLIKELINESS, max(1.0, fmean(map(abs, logprobs))))

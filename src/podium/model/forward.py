@@ -4,43 +4,44 @@ In: a causal language model of transformers and a batch. Out: logprob and entrop
 elsewhere. Only the loss tokens go through the LM head.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from podium.errors import InputError
 from podium.model.logprobs import token_logprobs
-from podium.model.row import Row, row_of
-from podium.model.transfer import to_device
+from podium.model.packed_row import PackedRow, row_of
 from podium.records import Batch
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A batch on the model's device, with the row that goes through the model."""
+class PlacedBatch:
+    """A batch on the model's device, and the row that goes through the model."""
 
     batch: Batch
-    row: Row
+    row: PackedRow
 
-    def with_fields(self, **changes: torch.Tensor) -> "Placed":
-        """With other tensors in the batch; the row does not depend on them."""
-        return Placed(replace(self.batch, **changes), self.row)
+    def with_fields(self, **changes: torch.Tensor) -> "PlacedBatch":
+        """The same with other tensors in the batch; the row does not depend on these."""
+        return PlacedBatch(replace(self.batch, **changes), self.row)
 
 
-def place(batch: Batch, device: torch.device, *, shared_prefix: bool = False) -> Placed:
-    """From a batch on the CPU."""
-    return to_device(Placed(batch, row_of(batch, shared_prefix=shared_prefix)), device)
+def place(batch: Batch, device: torch.device, *, shared_prefix: bool = False) -> PlacedBatch:
+    """Moves a batch from the CPU to the device, with its row."""
+    return to_device(PlacedBatch(batch, row_of(batch, shared_prefix=shared_prefix)), device)
 
 
 def policy_logprobs(
-    model: PreTrainedModel, placed: Placed, compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel, placed: PlacedBatch, compute_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(logprobs, entropies) at the batch's temperature; the logprob of token t comes from the state at t − 1.
 
-    `compute_dtype` is that of the matrix products where it is not the weights'; logits and what follows are float32.
+    `compute_dtype` is the dtype of the matrix products if it differs from the weights'; logits and what follows are
+    float32.
     """
     batch, row = placed.batch, placed.row
     with torch.autocast(row.token_ids.device.type, dtype=compute_dtype, enabled=compute_dtype is not None):
@@ -80,14 +81,14 @@ def decoder_states(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
 def sequence_logprobs(
     model: PreTrainedModel, *documents: list[int], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
-    """Logprobs of each document's tokens but the first, at temperature 1, all packed into one row."""
+    """Logprobs of all tokens except each document's first, at temperature 1, packed into one row."""
     placed = place(batch_of(*documents), head_weight(model).device)
     logprobs = policy_logprobs(model, placed, compute_dtype)[0]
     return logprobs[placed.row.loss_places].tolist()
 
 
 def batch_of(*documents: list[int]) -> Batch:
-    """Token ids as documents whose first token is the prompt, to be looked at and not trained."""
+    """A batch for scoring only: each document's first token is its prompt."""
     lengths = torch.tensor([len(ids) for ids in documents])
     starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     total = int(starts[-1])
@@ -116,28 +117,81 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 
 def softcap(model: PreTrainedModel) -> float | None:
-    """Bound of the final logits, where the architecture has one."""
+    """The bound on the final logits, if the architecture has one."""
     return getattr(text_config(model.config), "final_logit_softcapping", None)
 
 
 def text_config(config: Any) -> Any:
-    """Of the language model, where the model is a wrapper for pictures or sound around one."""
+    """The config of the language model inside a multimodal model, or the config itself."""
     return config.get_text_config(decoder=True)
 
 
 def max_context_tokens(config: Any) -> int:
-    """Of the language model inside; no longer than one set of rotary frequencies reaches.
+    """The context of the language model, limited to the range of one set of rotary frequencies.
 
-    "longrope" and "dynamic" choose them by the longest position at hand, so beyond that length a document's tokens
-    would depend on what is packed with it, and a sampled token on how long the answer becomes.
+    "longrope" and "dynamic" choose the frequencies by the longest position in the input. Beyond that range a document's
+    logprobs would depend on what is packed with it, and a sampled token on how long the answer becomes.
     """
     inner = text_config(config)
     longest = int(getattr(inner, "max_position_embeddings", None) or 4096)
     given = getattr(inner, "rope_parameters", None) or {}
-    ropes = [given, *(rope for rope in given.values() if isinstance(rope, Mapping))]  # some have one a layer type
+    ropes = [given, *(rope for rope in given.values() if isinstance(rope, Mapping))]  # some have one per layer type
     limits = [
         int(rope.get("original_max_position_embeddings") or longest)
         for rope in ropes
         if rope.get("rope_type") == "longrope"
     ]
     return min([longest, *limits])
+
+
+R = TypeVar("R")
+
+ALIGNMENT = 16
+"""In elements: every tensor starts where a kernel may load whole words."""
+
+
+def to_device(record: R, device: torch.device) -> R:
+    """The same dataclass with its tensors on `device`, including those of nested dataclasses.
+
+    All tensors of a dtype move in one transfer: separate transfers cost more than their bytes. A batch's `cu_seqlens`
+    stays on the CPU, where documents are counted and split.
+    """
+    if device.type == "cpu":
+        return record
+    tensors: dict[int, torch.Tensor] = {}
+    _collect(record, tensors)
+    moved: dict[int, torch.Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        some = {key: tensor for key, tensor in tensors.items() if tensor.dtype == dtype}
+        flat = torch.cat([_padded(tensor) for tensor in some.values()]).to(device)
+        pieces = flat.split([len(_padded(tensor)) for tensor in some.values()])
+        moved |= {key: p[: t.numel()].view(t.shape) for (key, t), p in zip(some.items(), pieces, strict=True)}
+    return _rebuilt(record, moved)
+
+
+def _collect(value: Any, tensors: dict[int, torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        tensors[id(value)] = value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name != "cu_seqlens":
+                _collect(getattr(value, field.name), tensors)
+    elif isinstance(value, tuple):
+        for each in value:
+            _collect(each, tensors)
+
+
+def _rebuilt(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return moved.get(id(value), value)
+    if isinstance(value, tuple):
+        return tuple(_rebuilt(each, moved) for each in value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = {field.name: _rebuilt(getattr(value, field.name), moved) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **fields)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))

@@ -1,12 +1,14 @@
-"""Weights on their way to an engine that reads them from a folder.
+"""Sends weights to an engine that reads them from a folder.
 
-`publish` writes a folder that PEFT or transformers would load too, and beside it `<id>.json` with the length and sha256
-of each file, last: an id without that file is not there yet. `read_published` gives the tensors back by the names of
-`Policy.named_weights`; what is damaged, of another shape or not finite is refused before an engine sees any of it.
+`publish` writes a folder that PEFT or transformers could load too. Last, it writes `<id>.json` next to the folder, with
+the length and sha256 of each file: an id without that file does not exist yet. `read_published` returns the tensors
+under the names of `Policy.named_weights`. It rejects damaged files, other shapes and values that are not finite before
+an engine sees any of them.
 """
 
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -23,15 +24,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from podium.errors import WeightsError
-from podium.files import open_regular, read_regular
 from podium.model.load import Policy
+from podium.remote.files import open_regular, read_regular
 
 Named = Iterable[tuple[str, torch.Tensor]]
 PEFT_PREFIX, PEFT_SUFFIX = "base_model.model.", ".weight"
 
 
 def publish(root: Path, policy: Policy, weights: Named, version: int) -> Path:
-    """A new folder under `root` with these weights; its name is the id that an engine is told."""
+    """Writes these weights to a new folder under `root`; the folder's name is the id that the engine gets."""
     folder = root / f"version-{version:06d}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     if policy.peft is None:
@@ -48,9 +49,9 @@ def publish(root: Path, policy: Policy, weights: Named, version: int) -> Path:
 
 
 def in_saved_format(model: PreTrainedModel, weights: Named) -> Named:
-    """Full weights by the names and in the pieces of a saved folder, which is what other libraries read.
+    """Full weights under the names and in the shapes of a saved folder, which other libraries read.
 
-    transformers keeps the experts of a layer as one tensor; a folder has one for each of them.
+    transformers keeps the experts of a layer as one tensor; a saved folder has one tensor per expert.
     """
     if not getattr(model, "_weight_conversions", None):
         return weights
@@ -58,7 +59,7 @@ def in_saved_format(model: PreTrainedModel, weights: Named) -> Named:
 
 
 def write_adapter(folder: Path, config: Any, weights: Named) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, as PEFT names things, and nothing else."""
+    """Writes `adapter_config.json` and `adapter_model.safetensors` with PEFT's names, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {f"{PEFT_PREFIX}{name}{PEFT_SUFFIX}": tensor for name, tensor in _on_cpu(weights).items()}
     save_file(named, folder / "adapter_model.safetensors")
@@ -67,7 +68,7 @@ def write_adapter(folder: Path, config: Any, weights: Named) -> None:
 
 
 def save_gathered(folder: Path, policy: Policy, weights: Named) -> None:
-    """What a user takes away, of a model that does not hold its weights whole: an adapter folder or a model folder."""
+    """Saves a model whose weights are sharded, for users: an adapter folder or a model folder."""
     if policy.peft is not None:
         write_adapter(folder, policy.peft.peft_config["default"], weights)
         return
@@ -100,7 +101,7 @@ def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: 
 
 
 def check_weights(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Same names, same shapes, numbers only."""
+    """Raises `WeightsError` unless names and shapes are the expected ones and all values are finite numbers."""
     if set(found) != set(expected):
         odd = sorted(set(found) ^ set(expected))
         raise WeightsError(f"{where}: {len(odd)} tensors are missing or unknown to the model, the first is {odd[0]}")
@@ -110,16 +111,17 @@ def check_weights(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
                 f"{where}: {name} has the shape {tuple(tensor.shape)}, the model's {tuple(expected[name].shape)}"
             )
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise WeightsError(f"{where}: {name} holds values that are no finite numbers")
+            raise WeightsError(f"{where}: {name} holds values that are not finite numbers")
 
 
-Files = Mapping[str, np.ndarray]
-"""A folder without folders in it: name → bytes, as arrays, which an object store hands on without a copy."""
+Files = Mapping[str, tuple[memoryview, ...]]
+"""A flat folder: file name → its bytes in pieces, which the codec (remote/codec.py) does not copy."""
+PIECE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Crate:
-    """A published folder on its way to a machine that does not see the disk where it was written."""
+class PackedFolder:
+    """A published folder as a record, for a machine that cannot read the disk where it was written."""
 
     name: str
     manifest: str
@@ -127,35 +129,46 @@ class Crate:
 
     @property
     def sha256(self) -> str:
-        """Of the file that holds the tensors, as the manifest has it."""
+        """The hash of the file with the tensors, from the manifest."""
         [file] = [name for name in self.files if name.endswith(".safetensors")]
         return json.loads(self.manifest)["files"][file]["sha256"]
 
 
-def read_files(folder: Path) -> dict[str, np.ndarray]:
-    return {path.name: np.fromfile(path, dtype=np.uint8) for path in sorted(folder.iterdir())}
+def read_files(folder: Path) -> Files:
+    """Maps the files into memory; the files on disk may be removed afterwards."""
+    return {path.name: _mapped(path) for path in sorted(folder.iterdir())}
+
+
+def _mapped(path: Path) -> tuple[memoryview, ...]:
+    size = path.stat().st_size
+    if not size:
+        return ()
+    with open(path, "rb") as file:
+        content = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
+    return tuple(content[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES))
 
 
 def write_files(files: Files, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        content.tofile(folder / name)
+    for name, pieces in files.items():
+        with open(folder / name, "wb") as file:
+            file.writelines(pieces)
 
 
-def pack_published(folder: Path) -> Crate:
-    return Crate(folder.name, manifest_of(folder).read_text(), read_files(folder))
+def pack_published(folder: Path) -> PackedFolder:
+    return PackedFolder(folder.name, manifest_of(folder).read_text(), read_files(folder))
 
 
-def unpack_published(crate: Crate, root: Path) -> Path:
-    """The folder once more, under another root; its manifest last, as when it was published."""
-    folder = root / crate.name
-    write_files(crate.files, folder)
-    manifest_of(folder).write_text(crate.manifest)
+def unpack_published(packed: PackedFolder, root: Path) -> Path:
+    """Writes the folder again under another root; its manifest comes last, as in `publish`."""
+    folder = root / packed.name
+    write_files(packed.files, folder)
+    manifest_of(folder).write_text(packed.manifest)
     return folder
 
 
 def remove_published(folder: Path) -> None:
-    """The id first, so that nobody begins to read what is going away."""
+    """Removes the manifest first, so that no engine starts to read a folder that is being deleted."""
     manifest_of(folder).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -165,7 +178,7 @@ def manifest_of(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What stands beside the folder: version, kind, and each file's length and hash."""
+    """The JSON file next to the folder: version, kind, and each file's length and hash."""
     try:
         manifest = json.loads(read_regular(manifest_of(folder)))
         if manifest["kind"] not in ("adapter", "full") or type(manifest["version"]) is not int:
@@ -180,7 +193,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _on_cpu(weights: Named) -> dict[str, torch.Tensor]:
-    """Contiguous copies that share nothing, as the file format wants them."""
+    """Contiguous copies that share no memory, as the file format needs them."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 

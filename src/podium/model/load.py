@@ -1,8 +1,7 @@
 """From `[model]` to a policy: the model that trains, its sampling twin, the tokenizer.
 
-The twin has the same layers over the very same tensors, so an engine samples from the trainer's own weights without
-a second copy, but for what it packs on a CPU; the two differ only in what is laid over them (the twin has no LoRA
-layers and no dropout).
+The twin has the same layers over the same tensors, so an engine samples from the trainer's own weights without a second
+copy (on a CPU it packs some of them again). The twin differs only in having no LoRA layers and no dropout.
 """
 
 import copy
@@ -23,13 +22,12 @@ from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.evidence import weights_digest
 from podium.model.forward import head_weight, max_context_tokens, text_config
-from podium.model.hub import hub_is_reachable
-from podium.model.products import ExactSums, is_plain_linear, keep_exact_sums
+from podium.model.hub import hub_is_reachable, smollm2_folder
+from podium.model.products import is_plain_linear, keep_exact_sums
 from podium.model.random_state import seed_all
 from podium.model.self_check import ADVICE, check_model
-from podium.model.smollm2 import smollm2_folder
 
-# PEFT imports bitsandbytes wherever it is installed, which then warns of a 4-bit kernel that nothing here uses.
+# PEFT imports bitsandbytes if it is installed, which then warns about a 4-bit kernel that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
@@ -51,14 +49,13 @@ class Policy:
     device: torch.device
     source: str
     """Folder or hub name of the base weights."""
-    exact_sums: ExactSums = "residual"
     small: PreTrainedModel | None = None
-    """A small model of the same architecture, on which engines try out what they do; see `self_check`."""
+    """A small model of the same architecture, on which engines check themselves; see `self_check`."""
 
     @property
     def vocabulary(self) -> int:
-        """Ids that the model can write; more than the tokenizer knows where its table is padded."""
-        return head_weight(self.twin).shape[0]  # the model's own may be spread over ranks
+        """Number of ids that the model can write; more than the tokenizer has if the embedding table is padded."""
+        return head_weight(self.twin).shape[0]  # the model's own may be sharded over ranks
 
     @property
     def adapter_scale(self) -> float:
@@ -67,7 +64,7 @@ class Policy:
         return config.lora_alpha / config.r
 
     def separate_twin(self, keep: bool = True) -> None:
-        """Gives the twin weights of its own, or none at all, before those of the model are spread over ranks."""
+        """Gives the twin its own weights, or none at all, before the model's weights are sharded over ranks."""
         for module in self.twin.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 own = parameter.detach().clone() if keep else parameter.detach().to("meta")
@@ -75,12 +72,14 @@ class Policy:
         self.twin.tie_weights()
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The adapter's, or all; their names are those of a checkpoint."""
+        """The adapter's parameters, or all, under the names of a checkpoint."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def base_digest(self) -> str | None:
-        """Of the weights under the adapter, which no checkpoint holds; None for full weights. It reads every weight, so
-        it has to be asked before they are spread over ranks."""
+        """A digest of the weights under the adapter, which no checkpoint holds; None for full weights.
+
+        It reads every weight, so call it before they are sharded over ranks.
+        """
         if self.peft is None:
             return None
         trained = self.trained_parameters()
@@ -89,16 +88,14 @@ class Policy:
 
     @torch.no_grad()
     def load_trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The weights of a checkpoint, which must be those that this model trains."""
+        """Loads the weights of a checkpoint, which must be those that this model trains."""
         own = self.trained_parameters()
-        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
-        mine = {name: parameter.shape for name, parameter in own.items()}
-        refuse_other_weights(saved, mine)
+        refuse_other_weights(tensors, {name: parameter.shape for name, parameter in own.items()})
         for name, parameter in own.items():
             parameter.copy_(tensors[f"weights.{name}"])
 
     def save(self, folder: str) -> None:
-        """What a user takes away: a model folder, or an adapter folder."""
+        """Saves the result for the user: a model folder, or an adapter folder."""
         if self.peft is None:
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -107,7 +104,7 @@ class Policy:
             (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine takes over, by the names of `named_trained`."""
+        """The weights that an engine loads, under the names of `named_trained`."""
         return ((name, parameter.detach()) for name, parameter in self.named_trained())
 
     def named_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -123,7 +120,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Reader:
-    """What rendering prompts needs of a model: for a process that samples and trains nothing itself."""
+    """What rendering prompts needs from a model, for a process that neither samples nor trains."""
 
     tokenizer: Any
     max_context_tokens: int
@@ -141,15 +138,16 @@ def load_reader(settings: Any) -> Reader:
     return _loading(settings.name, load)
 
 
-def refuse_other_weights(saved: Mapping[str, torch.Size], mine: Mapping[str, torch.Size]) -> None:
-    """Shapes by name: a checkpoint's and a model's."""
+def refuse_other_weights(tensors: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Size]) -> None:
+    """Raises `CheckpointError` unless a checkpoint's weights have the names and shapes of `mine`."""
+    saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
     if saved != mine:
         other = sorted(set(saved.items()) ^ set(mine.items()))[0][0]
         raise CheckpointError(f"the checkpoint holds other weights than this model trains, such as {other}")
 
 
 def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Policy:
-    """`settings` is the `[model]` section; `weights` a folder with trained weights or an adapter to start from."""
+    """`settings` is the `[model]` section; `weights` is a folder with trained weights or an adapter to start from."""
     transformers_logging.disable_progress_bar()
     seed_all(seed)
     device = choose_device(settings.device)
@@ -157,20 +155,15 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     source = weights if weights is not None and not is_adapter else model_folder(settings.name)
     model, tokenizer = _load(str(source), settings, device)
     _refuse_larger_tokenizer(model, tokenizer, settings.name)
-    found = keep_exact_sums(model, settings.exact_sums)
-    if settings.exact_sums == "mlp" and not {"gate_proj", "up_proj"} <= found:
-        raise InputError(
-            f"model.exact_sums = 'mlp': {settings.name!r} has no plain layers called gate_proj and up_proj in float32; "
-            "set it to 'residual'"
-        )
+    keep_exact_sums(model)
     small = check_model(model, settings.name)
-    _tell_of_shorter_context(model.config, settings.name)
+    _warn_of_shorter_context(model.config, settings.name)
     twin = twin_of(model)
     peft = None
     if is_adapter or settings.lora is not False:
         peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
         _order_names(peft.peft_config["default"])
-    model.eval()  # the adapter's dropout too: only the trainer's own step switches it on
+    model.eval()
     return Policy(
         model=model,
         twin=twin,
@@ -181,12 +174,11 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         device=device,
         source=str(source),
         small=small,
-        exact_sums=settings.exact_sums,
     )
 
 
 def model_folder(name: str) -> str:
-    """Where the weights of `model.name` are; a hub name stands for itself."""
+    """The folder of `model.name`'s weights; a hub name is returned as it is."""
     if name == "embedded":
         return str(EMBEDDED)
     if name == "smollm2-135m":
@@ -207,16 +199,16 @@ def model_folder(name: str) -> str:
 
 
 def _refuse_unreachable(name: str) -> None:
-    """A hub name that is neither in the local cache nor to be reached: said at once, not after a minute of retries."""
+    """Rejects a hub name that is not cached and cannot be reached, at once instead of after a minute of retries."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str) or hub_is_reachable():
             return
-    except ValueError as error:  # no hub could have a model of that name
-        raise InputError(f"model.name = {name!r} is no folder here and no name of the hub: {error}") from None
+    except ValueError as error:  # no hub can have a model of that name
+        raise InputError(f"model.name = {name!r} is neither a folder here nor a valid hub name: {error}") from None
     raise InputError(
-        f'model.name = {name!r} is no folder here and the model hub cannot be reached; give "embedded", '
+        f'model.name = {name!r} is not a folder here, and the model hub cannot be reached; give "embedded", '
         '"smollm2-135m" or a folder with safetensors weights'
     )
 
@@ -244,10 +236,10 @@ def _loading(name: str, load: Any) -> Any:
         if error.args != (attention.NAME,):
             raise _cannot_load(name, error) from None
         raise InputError(
-            f"model.name = {name!r} cannot be used: its architecture has attention code of its own, in whose place "
-            f"Podium's cannot be put; {ADVICE}"
+            f"model.name = {name!r} cannot be used: its architecture has its own attention code, which Podium cannot "
+            f"replace; {ADVICE}"
         ) from None
-    except Exception as error:  # whatever a broken folder makes the libraries raise
+    except Exception as error:  # the libraries raise anything for a broken folder
         raise _cannot_load(name, error) from None
 
 
@@ -266,20 +258,20 @@ def _refuse_larger_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str) 
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the layers over the same tensors: the memo tells deepcopy that they are copied already."""
+    """A copy of the layers over the same tensors: the memo tells deepcopy that the tensors are already copied."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo).eval()
 
 
 def _order_names(config: Any) -> None:
-    """PEFT keeps names of layers in sets, whose order differs between processes, and writes them in that order."""
+    """Sorts layer names: PEFT keeps them in sets, whose order differs between processes, and saves that order."""
     for key, value in vars(config).items():
         if isinstance(value, set):
             setattr(config, key, sorted(value))
 
 
 def _refuse_idle_rank(model: PreTrainedModel, rank: int) -> None:
-    """Before an adapter of this rank is allocated, which may take more memory than there is."""
+    """Rejects a too high rank before its adapter is allocated, which could exhaust the memory."""
     widest = max((max(layer.weight.shape) for layer in model.modules() if is_plain_linear(layer)), default=rank)
     if rank > widest:
         raise InputError(
@@ -295,7 +287,6 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
         target_modules=lora.targets,
         task_type="CAUSAL_LM",
     )
@@ -317,9 +308,9 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
 
 
 def _keep_to_text_model(model: PreTrainedModel, config: Any) -> None:
-    """Names each target in full where the model has linear layers outside its text model (towers for pictures, sound).
+    """Names each target in full if the model has linear layers outside its text model (image or audio towers).
 
-    No text goes through those, so an adapter there would never train. Without them the targets stay as they are.
+    No text goes through those, so an adapter there would never train. Other models keep their targets.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -339,7 +330,7 @@ def _keep_to_text_model(model: PreTrainedModel, config: Any) -> None:
 
 
 def _lora_advice(model: PreTrainedModel) -> str:
-    """Targets that this model has and that can be adapted, where it has the usual ones."""
+    """Recommends the usual LoRA targets if this model has them, else none."""
     plain = {
         name.rpartition(".")[2]
         for name, layer in model.get_decoder().named_modules()
@@ -350,7 +341,7 @@ def _lora_advice(model: PreTrainedModel) -> str:
 
 
 def _base_of(layer: torch.nn.Module) -> Any:
-    """Beneath the adapter that a failed attempt has left there."""
+    """The layer under the adapter that a failed attempt has left."""
     return getattr(layer, "base_layer", layer)
 
 
@@ -360,12 +351,12 @@ def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
     return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
-def _tell_of_shorter_context(config: Any, name: str) -> None:
+def _warn_of_shorter_context(config: Any, name: str) -> None:
     context, longest = max_context_tokens(config), getattr(text_config(config), "max_position_embeddings", None) or 0
     if context < longest:
         warnings.warn(
             f"model.name = {name!r}: prompt and answer may have {context} tokens together, not {longest}: in longer "
-            "texts its rotary embeddings (longrope) turn every token otherwise, also those sampled before",
+            "texts its rotary embeddings (longrope) change for every token, including those already sampled",
             stacklevel=2,
         )
 
@@ -377,7 +368,7 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 
 def choose_device(name: str) -> torch.device:
-    """`model.device` as torch's."""
+    """`model.device` as a torch device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("model.device = 'cuda': this machine has no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

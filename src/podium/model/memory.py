@@ -1,4 +1,4 @@
-"""How many bytes a device has, and how many a training pass keeps for each token."""
+"""How many bytes a device has, and how many bytes per token a training pass keeps."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ OWN_PAGES = Path("/proc/self/statm")
 
 
 def device_bytes(device: torch.device) -> int:
-    """All that the device has: what is free at the moment would make a resumed run cut its batches differently."""
+    """All memory of the device. Free memory changes over time, so a resumed run would split batches differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +26,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What this process holds and what nobody holds at the moment; the rest is other programs'."""
+    """What this process holds plus what is free now; other programs hold the rest."""
     everything = device_bytes(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -36,14 +36,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _free_of_machine(everything: int) -> int:
-    """What Linux says can be had without swapping; elsewhere nothing is known, and all is taken to be free."""
+    """What Linux reports as available without swapping; on other systems, everything."""
     lines = MEMORY_NOW.read_text().splitlines() if MEMORY_NOW.is_file() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return found[0] if found else everything
 
 
 def _free_of_group(everything: int) -> int:
-    """The same of a container with a limit; files that it has read are given up when memory is needed."""
+    """The same for a container with a limit; its file cache counts as free, because it is dropped when needed."""
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     if limit == "max" or not CGROUP_USED.is_file():
         return everything
@@ -54,7 +54,7 @@ def _free_of_group(everything: int) -> int:
 
 @torch.no_grad()
 def cache_elements_per_token(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> int:
-    """Numbers that all layers keep of a token in the key-value cache: counted, since a config says it in many ways."""
+    """Numbers per token in the key-value cache of all layers; measured, because configs express it in many ways."""
     cache = DynamicCache()
     one = torch.zeros(1, 1, dtype=torch.long, device=head_weight(model).device)
     with torch.autocast(one.device.type, dtype=compute_dtype, enabled=compute_dtype is not None):
@@ -64,7 +64,7 @@ def cache_elements_per_token(model: PreTrainedModel, compute_dtype: torch.dtype 
 
 
 def saved_bytes_per_token(policy: Policy, compute_dtype: torch.dtype | None) -> float:
-    """What the forward pass keeps for the backward one, from two passes of different length."""
+    """What the forward pass keeps for the backward pass, measured with two passes of different length."""
     long = min(96, policy.max_context_tokens)
     short = long // 3
     kept = [_saved_bytes(policy, length, compute_dtype) for length in (short, long)]
@@ -72,7 +72,7 @@ def saved_bytes_per_token(policy: Policy, compute_dtype: torch.dtype | None) -> 
 
 
 def checkpointed_bytes_per_token(policy: Policy, plain: float) -> float:
-    """With gradient checkpointing: each layer's input, and one layer's inside at a time."""
+    """With gradient checkpointing: each layer's input, and the inside of one layer at a time."""
     config = text_config(policy.model.config)
     return config.num_hidden_layers * config.hidden_size * 4 + plain / config.num_hidden_layers
 
@@ -87,6 +87,6 @@ def _saved_bytes(policy: Policy, length: int, compute_dtype: torch.dtype | None)
 
     placed = place(batch_of([1 + i % 7 for i in range(length)]), policy.device)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        logprobs = policy_logprobs(policy.model, placed, compute_dtype)[0]  # held, so that no storage is used twice
+        logprobs = policy_logprobs(policy.model, placed, compute_dtype)[0]  # kept alive, so that no storage is reused
     del logprobs
     return sum(kept.values())

@@ -1,10 +1,11 @@
 """The global random states as tensors: torch's (CPU and CUDA), Python's and NumPy's.
 
-Podium's own sampling uses none of them; dropout and user code may.
+Podium's own sampling does not use them; dropout and user code may.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Every global state from one seed, so that nothing is left over from before the run."""
+    """Seeds every global generator, so that nothing from before the run has an effect."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
@@ -33,6 +34,16 @@ def random_state() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
     return states
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Leaves every global generator as it was: around checks that are not made in every process of a run."""
+    states = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(states)
 
 
 def set_random_state(states: Mapping[str, torch.Tensor]) -> None:

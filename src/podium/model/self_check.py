@@ -1,14 +1,16 @@
-"""Whether Podium computes what the model means, asked once when it is loaded.
+"""Checks once, when a model is loaded, that Podium's packed forward pass computes what the model itself computes.
 
-Some architectures scale their logits, bias their LM head, give attention more than queries, keys and values, tell a
-window by the mask alone or route tokens at random while they train; a trainer that does not know would be wrong in
-silence. So the packed forward pass, in train mode and twice, is compared with transformers' plain eager one: of the
-model itself on a few tokens, with a tolerance measured from its rounding, and of a small copy in float32 on documents
-that differ tenfold in length and are longer than every window.
+Some architectures scale their logits, bias their LM head, pass more than queries, keys and values to attention, express
+a window only in the mask, or route tokens at random in training; a trainer that ignores this would be wrong in silence.
+So the packed forward pass, in train mode and run twice, is compared with transformers' eager one: of the model itself
+on a few tokens, with a tolerance measured from its rounding, and of a small float32 copy of the same architecture on
+documents of very different lengths, longer than every window. The copy exists because documents longer than a window of
+4,096 tokens would take gigabytes in eager attention.
 """
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
@@ -18,28 +20,27 @@ from transformers import PreTrainedModel
 
 from podium.errors import InputError
 from podium.model import attention
-from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs
-from podium.model.small_copy import WINDOW, small_copy, switch_dropout_off, windows_of
+from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs, text_config
 
 LENGTHS = (24, 2, 7)
-"""Tokens of the documents that go through the model itself."""
+"""Tokens of the documents for the model itself."""
 SMALL_LENGTHS = ((97, 9, 41, 10), (11, 9))
-"""Of those that go through the small copy: in several tables of padded rows, and in one."""
+"""Tokens of the documents for the small copy: one set that needs several padded tables, and one that needs one."""
 SMALL_TOLERANCE = 1e-3
 """Largest difference of a logprob of the small copy, which computes in float32."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest difference of a logprob, for rough comparisons: the structure has been looked at in float32 already."""
+"""Largest difference of a logprob, for rough comparisons: the structure has already been checked in float32."""
 LEAST_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Of the mean difference, however little rounding does."""
+"""Smallest tolerance for the mean difference, however small the rounding is."""
 TIMES_ROUNDING = 1.5
-"""The mean difference may be so many times that which moving every product by its last digit makes."""
-MOST_TOKENS = 1024
-"""Of a document that goes through the model itself because there is no small copy."""
+"""The mean difference may be this many times the one that changing every product by its last digit causes."""
+MAX_TOKENS = 1024
+"""Longest document for the model itself if there is no small copy."""
 ADVICE = "use another architecture, such as Llama, Qwen, Mistral, Gemma 3 or SmolLM"
 
 
 def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
-    """Raises `InputError` unless packed logprobs are those of the model itself, its dropout switched off for good.
+    """Raises `InputError` unless packed logprobs equal the model's own. Turns the model's dropout off permanently.
 
     Returns the small copy, on which engines check their decoding, or None if none could be built.
     """
@@ -48,11 +49,11 @@ def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     lengths, windows = LENGTHS, windows_of(model.config)
     if small is None and windows:
         longest = max(windows.values()) + WINDOW
-        if longest > MOST_TOKENS:
+        if longest > MAX_TOKENS:
             named = ", ".join(f"{key} = {value}" for key, value in windows.items())
             raise InputError(
                 f"{_title(model, name)} cannot be checked: its config has {named}, and no small copy of it can be "
-                f"built to see that they are kept ({reason}); {ADVICE}"
+                f"built to check them ({reason}); {ADVICE}"
             )
         lengths = (longest, *LENGTHS[1:])
     context = max_context_tokens(model.config)
@@ -63,20 +64,21 @@ def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     if not (gap <= allowed and gap_of_small <= SMALL_TOLERANCE):
         where = f"by {gap:.3g} on average" if not gap <= allowed else f"by {gap_of_small:.3g} beyond a few tokens"
         raise InputError(
-            f"{_title(model, name)} is not computed rightly by Podium's packed forward pass: its logprobs differ from "
-            f"the model's own {where}; {ADVICE}"
+            f"{_title(model, name)} is not computed correctly by Podium's packed forward pass: its logprobs differ "
+            f"from the model's own {where}; {ADVICE}"
         )
     return small
 
 
 def texts(model: PreTrainedModel, lengths: Sequence[int]) -> list[list[int]]:
-    """Documents without a meaning."""
+    """Meaningless documents of these lengths."""
     rows = head_weight(model).shape[0]
     return [[(7 * i * i + 3 * i + length) % rows for i in range(1, length + 1)] for length in lengths]
 
 
 def tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
-    """Of the mean difference between two right computations in this precision, by moving every product's result."""
+    """Tolerance for the mean difference of two correct computations in this precision, measured by changing every
+    product's result by its last digit."""
     [ids] = texts(model, LENGTHS[:1])
     with moved_products(model, torch.finfo(dtype).eps):
         moved = own_logprobs(model, ids)
@@ -86,7 +88,7 @@ def tolerance(model: PreTrainedModel, dtype: torch.dtype) -> float:
 
 @contextmanager
 def moved_products(model: PreTrainedModel, share: float) -> Iterator[None]:
-    """Inside, what each layer that multiplies with a matrix gives is a little larger or smaller, number by number."""
+    """Inside, every output element of each layer with a matrix is made a little larger or smaller."""
     generator = torch.Generator().manual_seed(0)
 
     def move(module: Any, args: Any, output: Any) -> Any:
@@ -106,7 +108,7 @@ def moved_products(model: PreTrainedModel, share: float) -> Iterator[None]:
 
 @torch.no_grad()
 def own_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
-    """By the model's own forward pass, with transformers' plain attention, as it is for users: without dropout."""
+    """Logprobs from the model's own forward pass with transformers' eager attention, without dropout."""
     was_training = model.training
     model.set_attn_implementation("eager")
     try:
@@ -124,17 +126,17 @@ def _mean_gap(model: PreTrainedModel, documents: list[list[int]]) -> float:
 
 
 def _small_gap(small: PreTrainedModel, lengths: Sequence[int], context: int) -> float:
-    """The largest."""
+    """The largest difference of a logprob; infinite if one is not finite."""
     passes = _gaps(small, texts(small, [min(length, context) for length in lengths]))
     return max(max(gaps) if all(map(math.isfinite, gaps)) else math.inf for gaps in passes)
 
 
 def _gaps(model: PreTrainedModel, documents: list[list[int]]) -> list[list[float]]:
-    """Of each pass: the first document alone, and all of them packed, twice."""
+    """Differences per pass: the first document alone, then all documents packed, twice."""
     expected = [own_logprobs(model, ids) for ids in documents]
     everything = [value for values in expected for value in values]
     passes = [(documents[:1], expected[0]), (documents, everything), (documents, everything)]
-    model.train()  # as the trainer's step does: what is drawn at random shows here
+    model.train()  # as in the trainer's step, so that randomness shows here
     try:
         return [
             [abs(a - b) for a, b in zip(sequence_logprobs(model, *some), wanted, strict=True)]
@@ -146,7 +148,7 @@ def _gaps(model: PreTrainedModel, documents: list[list[int]]) -> list[list[float
 
 @contextmanager
 def _refusing(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Whatever an architecture raises inside becomes a refusal."""
+    """Turns any error of an architecture into an `InputError` that names the model."""
     try:
         yield
     except InputError as error:
@@ -154,10 +156,166 @@ def _refusing(model: PreTrainedModel, name: str) -> Iterator[None]:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{_title(model, name)} cannot run: Podium's packed forward pass does not suit it ({type(error).__name__}: "
-            f"{reason}); {ADVICE}"
+            f"{_title(model, name)} cannot run with Podium's packed forward pass ({type(error).__name__}: {reason}); "
+            f"{ADVICE}"
         ) from None
 
 
 def _title(model: PreTrainedModel, name: str) -> str:
     return f"model.name = {name!r} ({type(model).__name__})"
+
+
+WINDOW = 8
+VOCABULARY = 64
+KEY_HEADS = 2
+QUERIES_PER_KEY = 3
+WIDTHS = {
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "n_inner": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 64,
+    "hidden_size_per_layer_input": 16,
+}
+"""Small sizes of layers that no other size depends on."""
+TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WAYS = ((True, True), (True, False), (False, True), (False, False))
+"""Whether the copy is narrow and has few experts. The smallest copy is tried first; not every architecture can be made
+small through the config names known here."""
+SIZES = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, **TOKEN_IDS}
+
+
+def windows_of(config: Any) -> dict[str, int]:
+    """Lengths in tokens at which attention changes, by their names in the config."""
+    given = vars(text_config(config))
+    return {name: value for name, value in given.items() if _is_window(name) and type(value) is int and value > 0}
+
+
+def _is_window(name: str) -> bool:
+    is_length = name.endswith(("window", "window_size", "chunk_size", "topk"))
+    return is_length and any(part in name for part in ("window", "attention_chunk", "index"))
+
+
+def small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel | None, str]:
+    """A small float32 model of the same architecture on the CPU, or None and the reason.
+
+    It has few layers (one of each kind), few heads, narrow layers and windows of a few tokens. Its random weights are
+    large enough that a wrong mask or scale shows. The global random state does not change.
+    """
+    reason = ""
+    with torch.random.fork_rng(devices=[]):
+        for is_narrow, has_few_experts in WAYS:
+            torch.manual_seed(0)
+            try:
+                config = _small_config(model.config, is_narrow, has_few_experts)
+                made = type(model)._from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+                _draw_weights(made)
+                switch_dropout_off(made)
+                made.set_attn_implementation("eager")
+                with torch.no_grad():
+                    made.eval()(input_ids=torch.arange(3, 3 + 2 * WINDOW)[None], use_cache=False)
+                made.set_attn_implementation(attention.NAME)
+            except Exception as error:  # architectures raise anything for sizes that do not fit together
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                continue
+            return made, ""
+    return None, reason
+
+
+def _small_config(config: Any, is_narrow: bool, has_few_experts: bool) -> Any:
+    small = copy.deepcopy(config)
+    inner = text_config(small)
+    _take_few_layers(inner)
+    _set(inner, dict.fromkeys(windows_of(inner), WINDOW) | SIZES)
+    if is_narrow:
+        _set(inner, WIDTHS)
+        _take_few_heads(inner)
+    if has_few_experts:
+        _take_few_experts(inner)
+    for tower in _towers(small, inner):
+        _set(tower, {"num_hidden_layers": 1, "depth": 1, "intermediate_size": 16})
+    if small is not inner:
+        _set(small, TOKEN_IDS)
+    return small
+
+
+def _take_few_layers(config: Any) -> None:
+    """One layer of each kind, according to the per-layer lists of the config, and at least two layers."""
+    count = config.num_hidden_layers
+    lists = {name: value for name, value in vars(config).items() if _is_list_of(value, count)}
+    kinds: dict[Any, int] = {}
+    for layer in range(count):
+        kinds.setdefault(tuple(repr(value[layer]) for value in lists.values()), layer)
+    taken = sorted({*kinds.values(), *range(min(2, count))})
+    for name, value in lists.items():
+        _set(config, {name: [value[layer] for layer in taken]})
+    _set(config, {"num_hidden_layers": len(taken), "num_kv_shared_layers": 0})
+
+
+def _is_list_of(value: Any, count: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == count
+
+
+def _take_few_heads(config: Any) -> None:
+    """Query heads share a key head if they did before, and heads keep their width."""
+    heads = config.num_attention_heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = _plain(config, "head_dim") or config.hidden_size // heads
+    few = min(of_keys, KEY_HEADS)
+    few_heads = few * min(heads // of_keys, QUERIES_PER_KEY)
+    _set(config, {"num_key_value_heads": few, "num_attention_heads": few_heads})
+    if _plain(config, "num_global_key_value_heads"):
+        _set(config, {"num_global_key_value_heads": few})
+    _set(config, {"hidden_size": few_heads * head_dim})
+
+
+def _take_few_experts(config: Any) -> None:
+    """Each token still uses as many experts as before."""
+    chosen = max(_plain(config, "num_experts_per_tok") or 0, _plain(config, "moe_k") or 0, 2)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        many = _plain(config, name)
+        if isinstance(many, int) and many > 2 * chosen:
+            groups = _plain(config, "n_group") or 1
+            _set(config, {name: -(-2 * chosen // groups) * groups})
+
+
+def _towers(config: Any, inner: Any) -> Iterator[Any]:
+    """Configs of the encoders of a multimodal model."""
+    for name, value in vars(config).items():
+        if name.endswith("_config") and value is not None and value is not inner and not isinstance(value, Mapping):
+            yield value
+
+
+def _plain(config: Any, name: str) -> Any:
+    """The value, or None if the config has no such value or it differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises its own where the value depends on the layer
+        return None
+
+
+def _set(config: Any, values: Mapping[str, Any]) -> None:
+    """Sets the values that the config has; ignores the others."""
+    for name, value in values.items():
+        if _plain(config, name) is not None:
+            setattr(config, name, value)
+
+
+def switch_dropout_off(model: PreTrainedModel) -> None:
+    """Permanently, because sampler and trainer must agree. An adapter that is added later may have its own dropout."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+@torch.no_grad()
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Products keep the size of their input; biases and norms move away from their initial values."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    head: Any = model.get_output_embeddings()
+    head.weight.normal_(0.0, 3.0 * head.weight.shape[1] ** -0.5)

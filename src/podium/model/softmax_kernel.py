@@ -1,8 +1,8 @@
-"""The CUDA kernel behind `logprobs`: a program a row of logits, which it reads once or twice.
+"""The CUDA kernel behind `logprobs`: one program per row of logits, which reads the row once or twice.
 
-The first time for the softmax's statistics: each lane of the program keeps a largest value and sums of its own, and the
-lanes are put together at the row's end. The second time, backwards since the row's end is still in the cache, for the
-gradient of the target's logprob, if it is wanted.
+The first pass computes the softmax's statistics: each lane keeps its own maximum and sums, which are combined at the
+end of the row. The second pass computes the gradient of the target's logprob, if needed; it runs backwards, because the
+end of the row is still in the cache.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ BLOCK = 4096
 NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "logprobs", "entropies"])  # else it is compiled for each case
+@triton.jit(do_not_specialize_on_alignment=["targets", "logprobs", "entropies"])  # avoids one compilation per alignment
 def _softmax_rows(
     logits, targets, logprobs, entropies, gradients,
     width, inverse_temperature, inverse_softcap,
@@ -61,7 +61,7 @@ def _softmax_rows(
 def softmax_rows(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, softcap: float | None, into: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprob, entropy) of each row of float32 `logits`; `into` takes d logprob / d logits."""
+    """(logprob, entropy) of each row of float32 `logits`; d logprob / d logits is written to `into`."""
     rows, width = logits.shape
     logprobs, entropies = torch.empty(2, rows, device=logits.device)
     kernel: Any = _softmax_rows

@@ -1,4 +1,7 @@
-"""The tags around a model's thinking, such as `<think>…</think>`, in an answer and as the tokenizer sees them."""
+"""The tags around a model's thinking, such as `<think>…</think>`, in texts and in token ids.
+
+Imports no torch and no tokenizer library: reward workers use it too.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,24 +19,24 @@ STYLES = {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
 }
-"""The tag that opens the thinking → the one that closes it."""
+"""Opening tag → closing tag."""
 
 CLOSE = "</think>"
 LAST_IDS = 32
-"""Ids at the end of a prompt that are searched for the tag: enough where each character is a token."""
+"""How many ids at the end of a prompt are searched for the tag: enough even if each character is a token."""
 
 
 def opens_thinking(tokenizer: Any, token_ids: Sequence[int]) -> bool:
-    """Whether the prompt ends in an opening tag, white space aside: the answer then begins inside the thinking."""
+    """Whether the prompt ends in an opening tag, ignoring white space: the answer then starts inside the thinking."""
     end = tokenizer.decode(list(token_ids[-LAST_IDS:]), skip_special_tokens=False)
     return end.rstrip().endswith(tuple(STYLES))
 
 
 def after_thinking(text: str, is_open: bool) -> str | None:
-    """What follows the last closing tag, or the whole text without one; None if the text ends inside its thinking.
+    """The text after the last closing tag, or the whole text if there is none; None if it ends inside the thinking.
 
-    `is_open`: the prompt opened the thinking. An opening tag elsewhere than at the beginning is a mention and opens
-    nothing. Where only the text opens the thinking, only the tag that belongs to that one closes it.
+    `is_open`: the prompt opened the thinking. An opening tag that is not at the beginning opens nothing. If only the
+    text opens the thinking, only the matching closing tag closes it.
     """
     opened = next((tag for tag in STYLES if text.lstrip().startswith(tag)), None)
     closing = STYLES.values() if opened is None or is_open else [STYLES[opened]]
@@ -45,7 +48,7 @@ def after_thinking(text: str, is_open: bool) -> str | None:
 
 
 def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text without special tokens; those of the tags stay."""
+    """The text without special tokens, except those that are thinking tags."""
     tags = _special_tags(tokenizer)
     if not tags:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -58,7 +61,7 @@ def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4)
 def _special_tags(tokenizer: Any) -> dict[int, str]:
-    """The special tokens that are a tag or a part of one, by id: decoding would drop them."""
+    """Id → text of the special tokens that are a tag or part of one; plain decoding would drop them."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # not all of them are in `all_special_tokens`
     special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
     tags = [token for token in special if token and any(token in tag for pair in STYLES.items() for tag in pair)]

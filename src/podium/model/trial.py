@@ -1,10 +1,10 @@
-"""Large adapters that are tried out once: does an engine apply adapters on every layer?
+"""Tests once, with large trial adapters, that an engine applies adapters on every layer.
 
-Where an engine's kernels cannot be looked into, its logprobs under these adapters are compared with those of the same
-base model here. Each branch is a quarter as large as its layer, so a decoder layer that is left out, or another scale,
-moves logprobs by far more than any precision rounds. A few decoder layers at a time: with an adapter of this size on
-all of a deep model, rounding itself would grow to the size of what is looked for. How much rounding does is measured
-first, with an adapter of zeros.
+If an engine's kernels cannot be inspected, its logprobs with these adapters are compared with those of the same base
+model here. Each branch is a quarter as large as its layer, so a missing decoder layer or a wrong scale changes logprobs
+by far more than rounding does. Each trial covers a few decoder layers: with such an adapter on all layers of a deep
+model, rounding itself would grow as large as the error to find. The size of rounding is measured first, with an adapter
+of zeros.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from podium.errors import ParityError
-from podium.model.agreement import mean_gap
 from podium.model.device_thread import on_device_thread
-from podium.model.evidence import fixed_signs
+from podium.model.evidence import fixed_signs, mean_gap
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy
 
 SHARE = 0.25
-"""Of a layer's own output: the branch of its trial adapter."""
+"""Size of a trial adapter's branch, relative to its layer's own output."""
 NUM_TOKENS = 32
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
-"""Of the mean difference of logprobs: what rounding may always do."""
+"""A mean difference of logprobs of this size is always allowed, as rounding."""
 SAFETY = 4.0
-"""Times the difference under an adapter of zeros."""
+"""The allowed difference is this many times the one measured with an adapter of zeros."""
 
 Load = Callable[[dict[str, torch.Tensor]], Awaitable[None]]
 Score = Callable[[list[int]], Awaitable[list[float]]]
@@ -36,7 +35,7 @@ Score = Callable[[list[int]], Awaitable[list[float]]]
 async def check_application(policy: Policy, precision: str, load: Load, score: Score, name: str) -> None:
     """Raises `ParityError` naming the engine unless it applies trial adapters as the base model here does.
 
-    `load` and `score` are the engine's; the last adapter that is loaded holds zeros.
+    `load` and `score` belong to the engine; the last adapter loaded holds zeros.
     """
     ids = trial_tokens(policy)
     nothing = trial_adapter(policy, ())
@@ -50,19 +49,19 @@ async def check_application(policy: Policy, precision: str, load: Load, score: S
         if not gap <= allowed:
             raise ParityError(
                 f"engine {name} does not apply adapters as the trainer does: with a trial adapter on {group[0]} and "
-                f"{len(group) - 1} other layers its logprobs differ by {gap:.2g}, {allowed:.2g} is allowed"
+                f"{len(group) - 1} other layers its logprobs differ by {gap:.2g}; {allowed:.2g} is allowed"
             )
     await load(nothing)
 
 
 def layer_groups(policy: Policy) -> list[list[str]]:
-    """The adapted layers, those of a decoder layer together, in a few groups."""
+    """The adapted layers in a few groups; those of one decoder layer are in the same group."""
     groups: dict[int, list[str]] = {}
     for name, _ in policy.named_weights():
         layer, _, half = name.rpartition(".lora_")
         if half == "A":
             number = next((int(part) for part in layer.split(".") if part.isdigit()), 0)
-            groups.setdefault(number % MOST_GROUPS, []).append(layer)
+            groups.setdefault(number % MAX_GROUPS, []).append(layer)
     return list(groups.values())
 
 
@@ -72,7 +71,7 @@ def trial_tokens(policy: Policy) -> list[int]:
 
 @torch.no_grad()
 def trial_adapter(policy: Policy, layers: Collection[str]) -> dict[str, torch.Tensor]:
-    """By the names of `Policy.named_weights`; zero in all but these layers."""
+    """Tensors by the names of `Policy.named_weights`; zero in all other layers."""
     made: dict[str, torch.Tensor] = {}
     for number, (name, tensor) in enumerate(policy.named_weights()):
         layer, _, half = name.rpartition(".lora_")

@@ -1,7 +1,7 @@
-"""The terminal: a progress bar, a live table and a rollout now and then while it trains, a summary at the end.
+"""The terminal: a progress bar, a live table and sample rollouts during training, and a summary at the end.
 
-Where the output is no terminal it prints a line a step; `json` prints one JSON object a step, `quiet` the summary
-only.
+If the output is not a terminal, it prints one line per step; `json` prints one JSON object per step, `quiet` only the
+summary.
 """
 
 import json
@@ -10,9 +10,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from rich.console import Console as RichConsole
 from rich.console import Group as Stack
 from rich.live import Live
@@ -21,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.records import EvalReport, Group, StepReport
-from podium.report._timeline import LAPS
+from podium.report.web.series import LAPS
 from podium.terminal import printable, say
 
 COLUMNS = {
@@ -38,18 +37,13 @@ COLUMNS = {
 
 SHOWN_STEPS = 12
 ROLLOUT_EVERY_S = 5.0
-"""A rollout stays this long at least, so that it can be read."""
+"""Minimum time that a rollout stays on screen, so that people can read it."""
 
 
 class Console:
-    def __init__(
-        self,
-        *,
-        mode: Annotated[
-            Literal["auto", "live", "plain", "json", "quiet"],
-            Field(description="auto: live on a terminal, else plain"),
-        ] = "auto",
-    ) -> None:
+    """`mode` is `podium train`'s `--json` or `--quiet`; auto: live on a terminal, else plain."""
+
+    def __init__(self, mode: Literal["auto", "live", "plain", "json", "quiet"] = "auto") -> None:
         self._console = RichConsole(highlight=False, soft_wrap=True)
         self._mode = mode if mode != "auto" else "live" if self._console.is_terminal else "plain"
         self._rows: deque[list[str]] = deque(maxlen=SHOWN_STEPS)
@@ -86,9 +80,11 @@ class Console:
         self._print({"event": "step", "step": step, **metrics}, f"step {step}/{self._steps}  {cells}")
 
     def evaluated(self, report: EvalReport) -> None:
-        told = {name.removeprefix("eval/"): value for name, value in report.metrics.items()}
-        plain = {name: value for name, value in told.items() if not name.endswith(("_low", "_high"))}
-        shown = "  ".join(f"{name} {value:.3g}" for name, value in plain.items())
+        shown = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.3g}"
+            for name, value in report.metrics.items()
+            if not name.endswith(("_low", "_high"))
+        )
         self._held_out = f"held-out at step {report.step}: {shown}"
         self._print({"event": "eval", "step": report.step, **report.metrics}, self._held_out)
 
@@ -103,18 +99,18 @@ class Console:
         self._stop_live()
 
     def _stop_live(self) -> None:
-        """The last table stays on the terminal."""
+        """Leaves the last table on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _time_left(self, step: int) -> str:
-        """From the last steps: the first ones of a run are slow, and evaluations fall between some."""
+        """Estimated from the last steps only: the first steps of a run are slow, and some steps include evaluations."""
         per_step = (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1)
         return f"{duration(per_step * (self._steps - step))} left" if step < self._steps else ""
 
     def _show_rollout(self, step: int, groups: Sequence[Group]) -> None:
-        """In turn the best and the worst of a step; its first rollout where none has a reward."""
+        """Shows the best and the worst rollout of a step in turn; its first rollout if none has a reward."""
         if time.monotonic() < self._rollout_until:
             return
         scored = [(reward, g, i) for g, group in enumerate(groups) for i, reward in enumerate(group.rewards)
@@ -130,7 +126,7 @@ class Console:
         if self._mode in ("json", "plain"):
             try:
                 say(json.dumps(as_json) if self._mode == "json" else text)
-            except BrokenPipeError:  # `podium train … | head`: nobody reads any more, the run goes on
+            except BrokenPipeError:  # `podium train … | head`: the reader has exited, the run continues
                 self._mode = "quiet"
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         elif self._mode == "live" and self._live is None:
@@ -159,7 +155,7 @@ def duration(seconds: float) -> str:
 
 
 def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None = None, num_steps: int = 0) -> str:
-    """What a person wants to know when a run ends; `seconds` are those of each stage over `num_steps` steps."""
+    """What a person wants to know when a run ends; `seconds` are the totals per stage over `num_steps` steps."""
     lines = [f"{summary['state']}: step {summary['step']} of {summary['steps']} in {summary['seconds']:.1f} s"]
     if summary["message"]:
         lines.append(f"ended early: {summary['message']}")
@@ -176,10 +172,10 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
             f"steps without an update: {summary['skipped_steps']} (no group had signal, or no finite gradient)"
         )
     if summary["dropped_groups"]:
-        lines.append(f"prompts that the engine failed at and that were left out: {summary['dropped_groups']}")
+        lines.append(f"prompts dropped because the engine failed on them: {summary['dropped_groups']}")
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
-        lines.append(f"taken up again: {times}")
+        lines.append(f"resumed: {times}")
     if total := sum((seconds or {}).values()):
         shares = sorted((seconds or {}).items(), key=lambda pair: -pair[1])[:3]
         parts = ", ".join(f"{stage} {value / total:.0%}" for stage, value in shares if value > 0.005 * total)
@@ -188,11 +184,11 @@ def summary_text(summary: Mapping[str, Any], seconds: Mapping[str, float] | None
     if summary["page"]:
         lines.append(f"page: {summary['page']} (live: podium report {summary['folder']})")
     if summary["model"]:
-        what = "model, as it was before" if summary.get("untrained") else "trained model"
+        what = "model (unchanged)" if summary.get("untrained") else "trained model"
         lines.append(f"{what}: {summary['model']}")
         is_adapter = (Path(summary["model"]) / "adapter_config.json").is_file()
         merged = " (--merge for plain weights)" if is_adapter else ""
-        lines.append(f"take it away: podium export {summary['folder']} OUT{merged}")
+        lines.append(f"export it with: podium export {summary['folder']} OUT{merged}")
     else:
-        lines.append(f"go on with: podium resume {summary['folder']}")
+        lines.append(f"continue with: podium resume {summary['folder']}")
     return "\n".join(lines)

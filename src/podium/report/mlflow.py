@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.report._runs import flattened
-from podium.report._tracker import Tracker
-from podium.run_folder import RunFolder
+from podium.report.dispatch.tracker import Tracker
+from podium.report.web.reader import flattened
+from podium.run.folder import RunFolder
 
 MAX_VALUE = 500
-"""Characters of a parameter; MLflow takes no longer ones."""
+"""MLflow's limit for the characters of a parameter."""
 
 
 class Mlflow(Tracker):
@@ -23,9 +23,9 @@ class Mlflow(Tracker):
         folder: RunFolder,
         *,
         tracking_uri: Annotated[
-            str | None, Field(description="by default MLFLOW_TRACKING_URI, else a database in the run folder")
+            str | None, Field(description="default: MLFLOW_TRACKING_URI, else a database in the run folder")
         ] = None,
-        experiment: Annotated[str, Field(description="where the run is put")] = "podium",
+        experiment: Annotated[str, Field(description="experiment that the run belongs to")] = "podium",
     ) -> None:
         super().__init__(folder)
         in_folder = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"

@@ -1,32 +1,27 @@
-"""report.html in the run folder: one self-contained file that always shows the run as it stands.
+"""report.html in the run folder: one self-contained file that shows the current state of the run.
 
-No network, no account, no server: open it from disk; while the run goes on it reloads itself. It is made from the run
-folder alone, so after a kill and a resume the history is whole. `podium report` serves the same page live.
+It needs no network, account or server: open it from disk. It reloads itself while the run is running. It is made from
+the run folder alone, so it has the full history after a kill and a resume. `podium report` serves the same page live.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from podium.records import EvalReport, StepReport
-from podium.report._reader import RunReader
-from podium.report._render import render
-from podium.run_folder import RunFolder, write_atomically
+from podium.report.web.html import render
+from podium.report.web.reader import RunReader
+from podium.run.folder import RunFolder, write_atomically
 
+EVERY_S = 2.0
+"""Least time between two writes."""
 MAX_SHARE = 0.005
-"""Of the run's time, at most so much is spent on the page; a long run's page takes longer and is written less often."""
+"""Largest share of the run's time that goes into writing the page. A long run's page is written less often."""
 
 
 class Page:
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        every_s: Annotated[float, Field(ge=0, description="seconds between two writes at least")] = 2.0,
-    ) -> None:
-        self._folder, self._every_s = folder, every_s
+    def __init__(self, folder: RunFolder, every_s: float | None = None) -> None:
+        self._folder, self._every_s = folder, EVERY_S if every_s is None else every_s
         self._reader: RunReader | None = None
         self._next = 0.0
 
@@ -39,7 +34,7 @@ class Page:
             self._write()
 
     def evaluated(self, report: EvalReport) -> None:
-        """The next write shows it."""
+        """Nothing to do: the next write shows the evaluation."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._write()

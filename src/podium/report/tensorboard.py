@@ -1,10 +1,10 @@
-"""TensorBoard event files in the run folder, by tensorboardX: `tensorboard --logdir RUN/tensorboard`."""
+"""TensorBoard event files in the run folder, written by tensorboardX: `tensorboard --logdir RUN/tensorboard`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from podium.report._tracker import Tracker
-from podium.run_folder import RunFolder
+from podium.report.dispatch.tracker import Tracker
+from podium.run.folder import RunFolder
 
 
 class Tensorboard(Tracker):
@@ -18,7 +18,7 @@ class Tensorboard(Tracker):
         import tensorboardX
 
         place = str(self.folder.path / "tensorboard")
-        # What was written after the commit that a resume goes on from is hidden.
+        # Hides what was written after the commit from which a resume continues.
         purge_step = last_step + 1 if last_step else None
         self._writer = tensorboardX.SummaryWriter(place, flush_secs=10, purge_step=purge_step)
         if self.folder.settings.exists():

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.report._tracker import Tracker
-from podium.run_folder import RunFolder
+from podium.report.dispatch.tracker import Tracker
+from podium.run.folder import RunFolder
 from podium.terminal import warn
 
 
@@ -18,15 +18,15 @@ class Trackio(Tracker):
         self,
         folder: RunFolder,
         *,
-        project: Annotated[str, Field(description="where the run is put")] = "podium",
-        space_id: Annotated[str | None, Field(description="a Space to send it to; by default none")] = None,
+        project: Annotated[str, Field(description="project that the run belongs to")] = "podium",
+        space_id: Annotated[str | None, Field(description="Space to send the run to; default: none")] = None,
     ) -> None:
         super().__init__(folder)
         self._project, self._space_id = project, space_id
         self._run: Any = None
         for module in ("trackio", "trackio.run", "trackio.utils"):
-            # It prints what it does to the standard output, where `--json` puts its lines.
-            vars(sys.modules[module])["print"] = _print_aside
+            # Trackio prints progress to stdout, which `--json` needs for its own lines.
+            vars(sys.modules[module])["print"] = _print_to_stderr
 
     def open(self, card: Mapping[str, Any], last_step: int) -> None:
         import trackio
@@ -50,5 +50,5 @@ class Trackio(Tracker):
         trackio.finish()
 
 
-def _print_aside(*parts: object) -> None:
+def _print_to_stderr(*parts: object) -> None:
     warn(" ".join(map(str, parts)))

@@ -1,12 +1,12 @@
-"""Weights & Biases, online or offline (`wandb sync RUN/wandb/offline-*` sends it later)."""
+"""Weights & Biases, online or offline (`wandb sync RUN/wandb/offline-*` uploads an offline run later)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from podium.report._tracker import Tracker
-from podium.run_folder import RunFolder
+from podium.report.dispatch.tracker import Tracker
+from podium.run.folder import RunFolder
 
 
 class Wandb(Tracker):
@@ -16,10 +16,10 @@ class Wandb(Tracker):
         self,
         folder: RunFolder,
         *,
-        project: Annotated[str, Field(description="where the run is put")] = "podium",
-        entity: Annotated[str | None, Field(description="team or user; by default yours")] = None,
+        project: Annotated[str, Field(description="project that the run belongs to")] = "podium",
+        entity: Annotated[str | None, Field(description="team or user; default: your own")] = None,
         mode: Annotated[
-            Literal["online", "offline"], Field(description="offline keeps it in the run folder")
+            Literal["online", "offline"], Field(description="offline writes to the run folder only")
         ] = "online",
     ) -> None:
         super().__init__(folder)
@@ -38,7 +38,7 @@ class Wandb(Tracker):
             config=self.settings(),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        # Steps by a column of their own: wandb's counter cannot go back, and a resume may.
+        # Steps are a column of their own: wandb's own counter cannot go back, which a resume may do.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

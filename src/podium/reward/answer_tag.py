@@ -1,16 +1,15 @@
 """1 if the last `<answer>…</answer>` holds one number and it is the expected integer, else 0.
 
-What stands around the number in the block (a unit, white space) does not count; a second number does: `17 or 18` is
-no answer. The row's answer is an integer, or a text with such a block.
+Other text in the block (a unit, white space) does not count, but a second number does: `17 or 18` is no answer. The
+row's answer is an integer, or a text with such a block.
 """
 
 from typing import Any
 
-from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
-from podium.reward._markup import last_block
-from podium.reward._numbers import decimals_in, expected_integer
-from podium.reward._thinking import judges_answer
+from podium.records import Prompt, Rollout
+from podium.reward.answers.numbers import decimals_in, expected_integer
+from podium.reward.answers.text import judges_answer, last_block
+from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
 
 
 def label(answer: Any) -> str:
@@ -19,13 +18,8 @@ def label(answer: Any) -> str:
     return expected_integer(answer if block is None else block)
 
 
-def check(row: Row) -> None:
-    """The row's answer is an integer."""
-    label(row.answer)
-
-
 @gold_answer(answer_within("<answer>", "</answer>"))
-@checks_answer(check)
+@reads_answer(label)
 @declare_range(0.0, 1.0)
 @judges_answer
 def answer_tag(prompt: Prompt, rollout: Rollout) -> float:

@@ -1,26 +1,17 @@
 """Share of a row's assertions that the Python program in the answer passes, in a sandbox.
 
-The program is the last fenced block of Python that defines a name that the tests use; see `_program.program_in`. The
-row's answer is a list of tests, each a piece of Python that raises if it is not passed, such as
-`assert add(1, 2) == 3`. The program never sees them, and every comparison is made in another process, so it can neither
-read what is expected nor pretend to have passed.
+The program is the last fenced block of Python that defines a name that the tests use; see `sandbox/programs.py`. The
+row's answer is a list of tests. Each test is Python code that raises if it is not passed, such as
+`assert add(1, 2) == 3`. The program never sees the tests, and another process makes every comparison. So the program
+can neither read what is expected nor pretend to have passed.
 """
 
-from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range, gold_answer, refuses
-from podium.reward._program import (
-    Memory,
-    TestTimeout,
-    Threshold,
-    Total,
-    pass_rate,
-    program_in,
-    refuse_program,
-    solution_of,
-    tests_of,
-)
-from podium.reward._sandbox import Limits, Sandbox, judge_asserts
-from podium.reward._thinking import judges_answer
+from typing import Any
+
+from podium.records import Row
+from podium.reward.sandbox.programs import program_in, scores_programs, tests_of
+from podium.reward.sandbox.run import Limits, Sandbox, judge_asserts
+from podium.reward.scoring.contract import checks_answer
 
 
 def check(row: Row) -> None:
@@ -35,23 +26,9 @@ def check(row: Row) -> None:
 
 
 @checks_answer(check)
-@refuses(refuse_program)
-@gold_answer(solution_of)
-@declare_range(0.0, 1.0)
-@judges_answer
-def code(
-    prompt: Prompt,
-    rollout: Rollout,
-    *,
-    test_timeout_s: TestTimeout = 2.0,
-    total_s: Total = 8.0,
-    memory_mb: Memory = 1024,
-    threshold: Threshold | None = None,
-    sandbox: Sandbox = "bubblewrap",
-) -> float:
+@scores_programs
+def code(text: str, tests: list[Any], limits: Limits, sandbox: Sandbox) -> list[bool] | None:
     """0 without a fenced block."""
-    tests = [str(test) for test in tests_of(prompt)]
-    program = program_in(rollout.text, tests)
-    if program is None:
-        return 0.0
-    return pass_rate(judge_asserts(program, tests, Limits(test_timeout_s, total_s, memory_mb), sandbox), threshold)
+    asserts = [str(test) for test in tests]
+    program = program_in(text, asserts)
+    return None if program is None else judge_asserts(program, asserts, limits, sandbox)

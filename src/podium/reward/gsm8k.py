@@ -1,19 +1,19 @@
-"""1 if the last number of the text is the answer's, else 0; commas and units do not count.
+"""1 if the last number of the text is the number of the answer, else 0; commas and units do not count.
 
-The answer is a number (`18`, `"1,200"`, `"$18"`, `"7/8"`) or GSM8K's own text, whose answer stands after `####`.
-`18.00` equals `18`; see `_numbers.py` for what is a number. A text's `12 million` is 12,000,000, and 12 as well: some
-questions ask how many millions. An answer of several numbers (`12:30`, `10^6`) or with a
-word such as `million` is refused when the rows are loaded, because no single number in it is meant.
+The answer is a number (`18`, `"1,200"`, `"$18"`, `"7/8"`) or GSM8K's own text, where the answer follows `####`.
+`18.00` equals `18`; `answers/numbers.py` says what is a number. `12 million` in a text is 12,000,000 and also 12,
+because some questions ask for millions. An answer with several numbers (`12:30`, `10^6`) or with a word such as
+`million` is refused when the rows are loaded, because it names no single number.
 """
 
 import re
 from typing import Any
 
 from podium.errors import InputError
-from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range
-from podium.reward._numbers import answer_as_text, last_readings, numbers_in
-from podium.reward._thinking import judges_answer
+from podium.records import Prompt, Rollout
+from podium.reward.answers.numbers import answer_as_text, last_readings, numbers_in
+from podium.reward.answers.text import judges_answer
+from podium.reward.scoring.contract import declare_range, reads_answer
 
 MARKER = "####"
 SCALE = re.compile(r"[0-9]\s*(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
@@ -33,12 +33,7 @@ def expected_number(answer: Any) -> str:
     return found[0] if marker else found[-1]
 
 
-def check(row: Row) -> None:
-    """The row's answer has a number."""
-    expected_number(row.answer)
-
-
-@checks_answer(check)
+@reads_answer(expected_number)
 @declare_range(0.0, 1.0)
 @judges_answer
 def gsm8k(prompt: Prompt, rollout: Rollout) -> float:

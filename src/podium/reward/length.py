@@ -1,4 +1,4 @@
-"""The longer the text, the more: characters / `full_at`, at most 1. For trying out a set-up, not for training.
+"""More for a longer text: characters / `full_at`, at most 1. For trying out a set-up, not for training.
 
 Needs no answer. A policy reaches the highest score within a few steps, so it shows that a run learns at all.
 """
@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer
+from podium.reward.scoring.contract import declare_range, gold_answer
 
 
 @gold_answer("it scores the length, not the answer")

@@ -1,6 +1,6 @@
-"""1 at the target length in tokens, falling evenly to 0 at `zero_at` tokens more or fewer.
+"""1 at the target length in tokens, falling linearly to 0 at `zero_at` tokens more or fewer.
 
-The answer of a row is its target. Tokens are those of the rollout, the stop token too.
+The answer of a row is its target. All tokens of the rollout count, the stop token included.
 """
 
 import math
@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.records import Prompt, Rollout, Row
-from podium.reward._contract import checks_answer, declare_range, gold_answer
+from podium.records import Prompt, Rollout
+from podium.reward.scoring.contract import declare_range, gold_answer, reads_answer
 
 
 def target_tokens(answer: Any) -> float:
-    """The target, given as a number or as its text."""
+    """The target, from a number or its text."""
     try:
         target = math.nan if isinstance(answer, bool) else float(answer)
     except (TypeError, ValueError, OverflowError):
@@ -24,19 +24,14 @@ def target_tokens(answer: Any) -> float:
     return target
 
 
-def check(row: Row) -> None:
-    """The row's answer is a number of tokens."""
-    target_tokens(row.answer)
-
-
 @gold_answer("it scores the length, not the answer")
-@checks_answer(check)
+@reads_answer(target_tokens)
 @declare_range(0.0, 1.0)
 def max_length(
     prompt: Prompt,
     rollout: Rollout,
     *,
-    zero_at: Annotated[int, Field(ge=1, description="tokens off the target that score 0")] = 8192,
+    zero_at: Annotated[int, Field(ge=1, description="distance from the target, in tokens, that scores 0")] = 8192,
 ) -> float:
     """0 … 1."""
     return max(0.0, 1.0 - abs(len(rollout.token_ids) - target_tokens(prompt.answer)) / zero_at)

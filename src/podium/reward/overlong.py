@@ -1,8 +1,8 @@
-"""DAPO's soft penalty: 0 up to `free_tokens`, then falling evenly to −1 over `buffer_tokens` more, −1 beyond.
+"""DAPO's soft penalty: 0 up to `free_tokens`, then falling linearly to −1 over `buffer_tokens` more, −1 beyond.
 
-With DAPO's L_max and L_cache: free_tokens = L_max − L_cache, buffer_tokens = L_cache. Needs no answer. Tokens are
-those of the rollout, the stop token too. Its highest value is 0, so beside a task's reward it changes no meaning of
-"correct" but this: an answer that is too long is not correct.
+With DAPO's L_max and L_cache: free_tokens = L_max − L_cache, buffer_tokens = L_cache. Needs no answer. All tokens of
+the rollout count, the stop token included. The highest value is 0, so an answer that is too long is not correct, and
+otherwise "correct" means what the other rewards say.
 """
 
 from typing import Annotated
@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer
+from podium.reward.scoring.contract import declare_range, gold_answer
 
 
 @gold_answer("it scores the length, not the answer")

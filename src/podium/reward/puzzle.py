@@ -1,18 +1,16 @@
 """1 if the text equals the answer in SQuAD's normal form, else 0.
 
-`<answer>` tags do not count. Any of several answers will do, where `answer` is a list.
+`<answer>` tags do not count. If `answer` is a list, any of its texts is right.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import checks_answer, declare_range
-from podium.reward._markup import without_answer_tags
-from podium.reward._squad import check, expected_texts, normal_form
-from podium.reward._thinking import judges_answer
+from podium.reward.answers.text import expected_texts, is_any_of, judges_answer, without_answer_tags
+from podium.reward.scoring.contract import declare_range, reads_answer
 
 
-@checks_answer(check)
+@reads_answer(expected_texts)
 @declare_range(0.0, 1.0)
 @judges_answer
 def puzzle(prompt: Prompt, rollout: Rollout) -> float:
     """0 or 1."""
-    return float(normal_form(without_answer_tags(rollout.text)) in map(normal_form, expected_texts(prompt.answer)))
+    return float(is_any_of(without_answer_tags(rollout.text), expected_texts(prompt.answer)))

@@ -1,33 +1,39 @@
-"""Reward by the own scorer of a row's `reasoning-gym` task, between 0 and 1.
+"""The score of a `reasoning-gym` task's own scorer, between 0 and 1.
 
 The answer is the text between the last <answer> and </answer>; without them the task is scored as unanswered. Some
-scorers evaluate the answer as Python. They get to see only what is an expression of numbers, names, texts, lists
-and well-known functions, so that no policy can run code by writing it; anything else counts as unanswered. So does what
-a scorer would pay for though it is wrong (`_gym_answers.py`), and what takes a scorer more than 512 MB.
+scorers evaluate the answer as Python. They only get expressions of numbers, names, texts, lists and well-known
+functions, so that no policy can run code; anything else counts as unanswered. So does an answer that takes a scorer
+more than 512 MB, or a wrong one that a scorer rewards. Every task was tried with constant answers, and three rewarded
+them on all rows: `puzzle24` any four numbers that make 24, `coin_flip` the first digit of a probability, and
+`complex_arithmetic` NaN.
 """
 
 import ast
+import cmath
 import copy
 import inspect
 import io
 import json
 import keyword
+import re
 import textwrap
 import tokenize
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer
-from podium.reward._gym_answers import is_acceptable, little_memory
-from podium.reward._thinking import judges_answer
+from podium.reward.answers.text import judges_answer
+from podium.reward.scoring.contract import declare_range, gold_answer
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify"}
-"""Functions that run the text that they are given; sympy's do."""
+"""Functions that run the text that they are given, as those of sympy do."""
 
 OPERATORS = {"+", "-", "*", "/", "//", "**", "%", "^", ",", "(", "["}
-"""What may stand before an opening parenthesis that calls nothing."""
+"""Tokens before an opening parenthesis that is no call."""
 
 CLOSING = {")", "]"}
 FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
@@ -38,7 +44,7 @@ INVISIBLE = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, to
 @declare_range(0.0, 1.0)
 @judges_answer
 def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
-    """Partial credit is the task's business."""
+    """0 … 1; the task decides about partial credit."""
     if "entry" not in prompt.metadata:
         raise ValueError("the row does not come from the data source reasoning_gym")
     from reasoning_gym.utils import extract_answer
@@ -53,8 +59,8 @@ def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
 
 
 def _score(scorer: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """Scorers may change the entry. Some raise on a text that they cannot read, or run out of memory; where they can
-    score the same entry unanswered, the text is at fault and is worth as much."""
+    """The scorer's value. Scorers may change the entry, so they get a copy. Some raise on a text that they cannot read,
+    or run out of memory; then the answer is worth as much as none."""
     try:
         with little_memory():
             return float(scorer.score_answer(answer, copy.deepcopy(entry)))
@@ -84,7 +90,7 @@ def _evaluates(task: str) -> bool:
 
 
 def is_plain_expression(text: str) -> bool:
-    """Whether evaluating the text can do nothing but arithmetic: every call is of a function that is known."""
+    """Whether evaluating the text only does arithmetic: every call is of a known function."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -106,3 +112,83 @@ def _is_plain(token: tokenize.TokenInfo) -> bool:
     if token.type == tokenize.STRING:
         return token.string[0] in "'\""  # no prefix: an f-string may hold code
     return token.type == tokenize.NUMBER or token.string in OPERATORS | CLOSING
+
+
+MEMORY_MB = 512
+"""Memory that scoring one answer may take in addition to what the process has."""
+MAX_PUZZLE_CHARACTERS = 200
+
+
+def is_acceptable(task: str, answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the answer may go to the task's scorer; any other answer counts as unanswered."""
+    return not _is_no_number(answer) and DEMANDS.get(task, lambda *_: True)(answer, entry)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Raises `MemoryError` if scoring takes too much: some scorers expand what an answer only names, as U999999999."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard, used + (MEMORY_MB << 20)) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _is_no_number(answer: str) -> bool:
+    try:
+        return cmath.isnan(complex(re.sub(r"\s", "", answer).lower().replace("nani", "nanj")))
+    except ValueError:
+        return False
+
+
+def _makes_24(answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the answer uses the row's numbers, each once, and makes exactly 24."""
+    used = sorted(int(number) for number in re.findall(r"[0-9]+", answer[:MAX_PUZZLE_CHARACTERS]))
+    if len(answer) > MAX_PUZZLE_CHARACTERS or used != sorted(entry["metadata"]["numbers"]):
+        return False
+    try:
+        return _value(ast.parse(answer.strip(), mode="eval").body) == 24
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return False
+
+
+def _value(node: ast.expr) -> Fraction:
+    """The value of an expression of whole numbers, + - * / and brackets."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        return -_value(node.operand) if isinstance(node.op, ast.USub) else _value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not an expression of the four operations")
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: Fraction.__add__,
+    ast.Sub: Fraction.__sub__,
+    ast.Mult: Fraction.__mul__,
+    ast.Div: Fraction.__truediv__,
+}
+
+
+PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
+
+
+def _is_near(answer: str, entry: dict[str, Any]) -> bool:
+    """Whether the answer is the probability to four places; the scorer would also reward its first digit alone."""
+    written = answer.replace(",", "").strip()
+    if not PROBABILITY.fullmatch(written):  # also texts that take long to compute, such as 1e9999999
+        return False
+    try:
+        return abs(float(Fraction(written)) - float(Fraction(entry["answer"]))) <= 1e-4
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return False
+
+
+DEMANDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {"puzzle24": _makes_24, "coin_flip": _is_near}

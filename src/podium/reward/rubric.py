@@ -1,8 +1,8 @@
-"""Weighted criteria, each judged 0, 1 or 2 by a model: the sum of weight · score / 2 over the sum of weights, 0 … 1.
+"""Weighted criteria, each scored 0, 1 or 2 by a model: the sum of weight · score / 2 over the sum of weights, 0 … 1.
 
-A row brings its criteria in `rubric`, or as its answer: a list of texts, or of {"criterion": …, "weight": …}. Rows
-without get those of the option. All criteria of an answer go into one request; failures, counts and safety are as in
-`judge`, with metrics `reward/rubric_*`.
+A row brings its criteria in `rubric` or as its answer: a list of texts, or of {"criterion": …, "weight": …}. Rows
+without criteria get those of the option. One request asks for all criteria of an answer. Failures, counts and safety
+are as in `judge`; the metrics are `reward/rubric_*`.
 """
 
 from collections.abc import Sequence
@@ -11,30 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from podium.records import Prompt, Rollout
-from podium.reward._classes import register_reward
-from podium.reward._endpoint import (
-    ApiKeyEnv,
-    BaseUrl,
-    Concurrency,
-    Endpoint,
-    MaxTries,
-    Model,
-    Price,
-    Request,
-    RequestTimeout,
-    RetryWait,
-    Template,
-)
-from podium.reward._thinking import Thinking, final_answer
-from podium.reward._verdict import (
-    NoVerdictError,
-    fenced,
-    filled,
-    last_verdict,
-    mark_of,
-    number,
-    refuse_template,
-)
+from podium.reward.judging.model_judge import ModelJudge, NoVerdictError, Request, number
+from podium.reward.scoring.contract import register_reward
 
 TEMPLATE = """\
 Judge an answer to a task by each of these criteria.
@@ -53,7 +31,6 @@ Score each criterion 0 (not met), 1 (met in part) or 2 (met). Think briefly, the
 the scores in the order of the criteria:
 {"id": "{id}", "scores": [SCORE, …]}
 """
-PLACEHOLDERS = ("question", "answer", "criteria", "id")
 HIGHEST = 2
 
 
@@ -70,58 +47,31 @@ Criteria = Annotated[list[Criterion | Annotated[str, Field(min_length=1)]], Fiel
 
 
 @register_reward("rubric")
-class Rubric:
+class Rubric(ModelJudge):
     """The weighted share of criteria that are met."""
 
-    min_value, max_value = 0.0, 1.0
-    runs_inline = True
-    gold = "a model decides what is best"
+    default_template = TEMPLATE
+    placeholders = ("question", "answer", "criteria", "id")
 
     def __init__(
         self,
         *,
-        base_url: BaseUrl,
-        model: Model,
-        api_key_env: ApiKeyEnv = None,
         criteria: Annotated[Criteria | None, Field(description="for rows that bring none")] = None,
-        template: Template = None,
         request: Request = {"temperature": 0.0, "max_tokens": 1024},  # noqa: B006
-        request_timeout_s: RequestTimeout = 60.0,
-        max_tries: MaxTries = 5,
-        retry_s: RetryWait = 1.0,
-        concurrency: Concurrency = 32,
-        price_in: Price = 0.0,
-        price_out: Price = 0.0,
-        thinking: Thinking = "ignore",
+        **shared: Any,
     ) -> None:
-        self._template, self._criteria = template or TEMPLATE, criteria
-        self._thinking: Thinking = thinking
-        limits = (request_timeout_s, max_tries, retry_s, concurrency, price_in, price_out)
-        self._endpoint = Endpoint("rubric", base_url, model, api_key_env, request, *limits)
-
-    @staticmethod
-    def refuse(timeout_s: None, **options: Any) -> None:
-        """What cannot work, before the model loads."""
-        rubric = Rubric(**options)
-        rubric._endpoint.refuse()
-        refuse_template("rubric", rubric._template, PLACEHOLDERS)
+        super().__init__(request=request, **shared)
+        self._criteria = criteria
 
     async def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
         criteria = self._criteria_of(prompt)
-        answer = final_answer(prompt, rollout, self._thinking)
-        if answer is None:
+        listed = "\n".join(f"{place}. {one.criterion}" for place, one in enumerate(criteria, start=1))
+        reply = await self.ask(prompt, rollout, criteria=listed)
+        if reply is None:
             return 0.0
-        mark = mark_of(prompt, rollout)
-        values = {
-            "question": prompt.question,
-            "answer": fenced(answer, mark),
-            "criteria": "\n".join(f"{place}. {one.criterion}" for place, one in enumerate(criteria, start=1)),
-            "id": mark,
-        }
-        reply = await self._endpoint.ask(filled(self._template, values))
-        scores = _scores(last_verdict(reply, "scores", mark if "{id}" in self._template else None), len(criteria))
-        weighed = sum(one.weight * score / HIGHEST for one, score in zip(criteria, scores, strict=True))
-        return weighed / sum(one.weight for one in criteria)
+        scores = _scores(self.verdict_in(reply, "scores"), len(criteria))
+        weighted = sum(one.weight * score / HIGHEST for one, score in zip(criteria, scores, strict=True))
+        return weighted / sum(one.weight for one in criteria)
 
     def _criteria_of(self, prompt: Prompt) -> list[Criterion]:
         own = prompt.metadata.get("rubric")
@@ -138,7 +88,7 @@ class Rubric:
 def _scores(given: Any, expected: int) -> Sequence[float]:
     """0, 1 or 2 for each criterion."""
     if not isinstance(given, list) or len(given) != expected:
-        raise NoVerdictError(f"the scores {given!r:.40} are not {expected}, one a criterion")
+        raise NoVerdictError(f"the scores {given!r:.40} are not {expected}, one per criterion")
     scores = [number(score, 0, HIGHEST) for score in given]
     if any(score % 1 for score in scores):
         raise NoVerdictError(f"the scores {given!r:.40} are not 0, 1 or 2 each")

@@ -4,15 +4,14 @@ Answers are compared as `math` compares them.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import answer_within, checks_answer, declare_range, gold_answer
-from podium.reward._math_equal import same_answer
-from podium.reward._math_label import check, expected_answer
-from podium.reward._math_text import last_boxed, usable
-from podium.reward._thinking import judges_answer
+from podium.reward.answers.text import judges_answer
+from podium.reward.math_answers.find import expected_answer, last_boxed, usable
+from podium.reward.math_answers.same import same_answer
+from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
 
 
 @gold_answer(answer_within(r"\boxed{", "}"))
-@checks_answer(check)
+@reads_answer(expected_answer)
 @declare_range(0.0, 1.0)
 @judges_answer
 def strict_math(prompt: Prompt, rollout: Rollout) -> float:

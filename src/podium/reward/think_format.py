@@ -3,16 +3,16 @@
 | score | the text has |
 |---|---|
 | 0 | neither `<think>` nor `</think>` |
-| 0.25 | one of them, or the first `</think>` before the first `<think>` |
-| 0.5 | both in order, nothing within and nothing after |
-| 0.75 | a thought within or an answer after |
-| 1 | both |
+| 0.25 | one of the tags, or the first `</think>` before the first `<think>` |
+| 0.5 | both tags in order, with no text between and none after |
+| 0.75 | text between the tags or after them |
+| 1 | text between the tags and after them |
 
-Needs no answer. A chat template that opens `<think>` itself leaves 0.25 at most: use `r1_format` there.
+Needs no answer. With a chat template that opens `<think>` itself the score is at most 0.25: use `r1_format` there.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward._contract import declare_range, gold_answer
+from podium.reward.scoring.contract import declare_range, gold_answer
 
 OPEN, CLOSE = "<think>", "</think>"
 

@@ -1,26 +1,33 @@
 """One prompt, one answer: the rollout stage for questions that need no tools.
 
-In: prompts. Out: groups of rollouts, by ordinal. Seeds come from (run seed, ordinal, sample index), so a prompt that
-is sampled again, after a resume or a lost engine, gives the same rollouts.
+In: prompts. Out: groups of rollouts. Each rollout is a request of its own, and the stage makes groups of the answers.
+Seeds come from (run seed, ordinal, sample index), so a prompt that is sampled again, after a resume or a lost engine,
+gives the same rollouts.
 """
 
+import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from podium.errors import EngineError, InputError
 from podium.model.thinking import decode_answer
-from podium.records import Answer, Group, Prompt, Request, Rollout, Sampling
+from podium.records import Answer, Group, PrefixGroup, Prompt, Request, Rollout, Sampling
+from podium.settings.values import Temperature
 from podium.stages import Engine
-from podium.temperature import Temperature, TopP
+
+MAX_RETRIES = 2
+"""Times that a rollout is sent again after the engine failed at it. A rollout that fails three times fails for good."""
 
 
 class SingleTurn:
     """`vocabulary` is the model's, which may be larger than the tokenizer's; `purpose` keeps the seeds of training and
-    evaluation apart."""
+    evaluation apart. `top_k` and `top_p` are for evaluation: trained rollouts come from the whole distribution."""
 
     def __init__(
         self,
@@ -31,16 +38,16 @@ class SingleTurn:
         rollouts_per_prompt: int,
         seed: int,
         purpose: str = "train",
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_retries: int = MAX_RETRIES,
         *,
-        temperature: Annotated[Temperature, Field(description="of the sampled distribution")] = 1.0,
-        max_new_tokens: Annotated[int, Field(ge=1, description="longest answer, the stop token included")] = 256,
-        top_k: Annotated[int, Field(ge=1)] | None = None,
-        top_p: TopP | None = None,
-        stop: Annotated[list[str], Field(description="texts of one token each that end an answer too")] = [],  # noqa: B006
-        system: Annotated[str | None, Field(description="system message put before every prompt")] = None,
-        max_retries: Annotated[
-            int, Field(ge=0, description="times that a prompt is sent again after an engine failed at it")
-        ] = 2,
+        temperature: Annotated[Temperature, Field(description="sampling temperature")] = 1.0,
+        max_new_tokens: Annotated[
+            int, Field(ge=1, description="longest answer in tokens, including the stop token")
+        ] = 256,
+        stop: Annotated[list[str], Field(description="further texts that end an answer; one token each")] = [],  # noqa: B006
+        system: Annotated[str | None, Field(description="system message before every prompt")] = None,
     ) -> None:
         self._engine, self._tokenizer, self._vocabulary = engine, tokenizer, vocabulary
         self._rollouts_per_prompt, self._seed, self._purpose = rollouts_per_prompt, seed, purpose
@@ -49,65 +56,141 @@ class SingleTurn:
         self._sampling = Sampling(max_new_tokens, temperature, top_k, top_p, tuple(sorted({*stop_ids, *extra})))
 
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """An engine that breaks off is asked again for what it owes. If it cannot answer one prompt, that group comes
-        without rollouts: it is never trained, and counted. If it can answer none, the run ends."""
-        waiting = {prompt.ordinal: prompt for prompt in prompts}
-        breaks, complaints = 0, []
-        while waiting:
+        """Sends every rollout of the prompts at once and yields each group when all its rollouts are there.
+
+        Groups come by ordinal if the engine keeps order, otherwise as they become whole. A group whose rollouts the
+        engine cannot write comes without rollouts: it is never trained, and counted. If no prompt of the call gets a
+        usable answer, the run ends.
+        """
+        writing = [_Writing(prompt, self._name(prompt)) for prompt in sorted(prompts, key=lambda each: each.ordinal)]
+        changed = asyncio.Event()
+        tasks = [
+            each.send(self._rollout(each.prompt, index), changed)
+            for each in writing
+            for index in range(self._rollouts_per_prompt)
+        ]
+        unfinished, failures = list(writing), []
+        try:
+            while unfinished:
+                await changed.wait()
+                changed.clear()
+                for each in self._whole(unfinished):
+                    unfinished.remove(each)
+                    group, failure = each.group()
+                    failures += [failure] if failure else []
+                    yield group
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for each in unfinished:
+                self._engine.release(each.name)
+        if prompts and len(failures) == len(prompts):
+            raise EngineError(f"no answer of the engine can be used: {failures[0]}")
+
+    def _whole(self, unfinished: Sequence["_Writing"]) -> list["_Writing"]:
+        """Those to hand on now. Raises what ended a rollout, whichever prompt it is of."""
+        for each in unfinished:
+            each.check()
+        whole = takewhile if self._engine.traits.keeps_order else filter
+        return list(whole(lambda each: each.is_whole, unfinished))
+
+    def _name(self, prompt: Prompt) -> str:
+        return f"{self._purpose}/{prompt.ordinal}"
+
+    async def _rollout(self, prompt: Prompt, index: int) -> "_Outcome":
+        """One rollout. A call that fails is repeated, and so is one whose answer cannot be right."""
+        group = PrefixGroup(self._name(prompt), self._rollouts_per_prompt)
+        seed = rollout_seed(self._seed, self._purpose, prompt.ordinal, index)
+        request = Request(prompt.token_ids, self._sampling, seed, group)
+        num_breaks = num_retries = 0
+        while True:
             try:
-                asked = [self._request(prompt) for prompt in waiting.values()]
-                async for answer in self._engine.generate(asked, self._sampling):
-                    if answer.key in waiting:  # an answer that comes twice counts once
-                        group, complaint = await self._group(waiting.pop(answer.key), answer)
-                        complaints += [complaint] if complaint else []
-                        yield group
-                if waiting:
-                    raise EngineError(f"the engine left {len(waiting)} prompts unanswered, such as {min(waiting)}")
+                answer = await self._engine.generate(request)
             except EngineError:
-                breaks += 1
-                if breaks > self._max_retries:
+                num_breaks += 1
+                if num_breaks > self._max_retries:
                     raise
-        if prompts and len(complaints) == len(prompts):
-            raise EngineError(f"no answer of the engine can be used: {complaints[0]}")
+            else:
+                fault = answer_fault(answer, self._sampling, self._vocabulary)
+                if fault is None:
+                    return _Outcome(self._made(answer, index, seed), num_retries)
+                if num_retries == self._max_retries:
+                    return _Outcome(None, num_retries, f"{prompt.label}: {fault}")
+                num_retries += 1
+            request = replace(request, prefix_group=None)  # the engine counts the requests of a group
 
-    def _request(self, prompt: Prompt) -> Request:
-        return Request(prompt.ordinal, prompt.token_ids, self._seeds(prompt))
-
-    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
-        indices = range(self._rollouts_per_prompt)
-        return tuple(rollout_seed(self._seed, self._purpose, prompt.ordinal, k) for k in indices)
-
-    async def _group(self, prompt: Prompt, answer: Answer) -> tuple[Group, str | None]:
-        """The group, whole or without rollouts; with a complaint if it is the latter."""
-        for retries in range(self._max_retries + 1):
-            try:
-                check_answer(answer, self._rollouts_per_prompt, self._sampling, self._vocabulary)
-                return Group(prompt, self._rollouts(answer, self._seeds(prompt)), num_retries=retries), None
-            except EngineError as error:
-                complaint = str(error)
-            if retries < self._max_retries:
-                async for again in self._engine.generate([self._request(prompt)], self._sampling):
-                    answer = again
-        return Group(prompt, (), num_retries=self._max_retries), complaint
-
-    def _rollouts(self, answer: Answer, seeds: tuple[int, ...]) -> tuple[Rollout, ...]:
-        return tuple(
-            Rollout(
-                token_ids=ids,
-                rollout_logprobs=logprobs,
-                loss_mask=(1,) * len(ids),
-                finish_reason=reason,
-                text=decode_answer(self._tokenizer, ids),
-                policy_version_min=min(answer.policy_versions[index]),
-                policy_version_max=max(answer.policy_versions[index]),
-                sample_index=index,
-                seed=seeds[index],
-                digest=answer.digests[index],
-            )
-            for index, (ids, logprobs, reason) in enumerate(
-                zip(answer.token_ids, answer.logprobs, answer.finish_reasons, strict=True)
-            )
+    def _made(self, answer: Answer, index: int, seed: int) -> Rollout:
+        return Rollout(
+            token_ids=answer.token_ids,
+            rollout_logprobs=answer.logprobs,
+            loss_mask=(1,) * len(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            text=decode_answer(self._tokenizer, answer.token_ids),
+            policy_version_min=min(answer.policy_versions),
+            policy_version_max=max(answer.policy_versions),
+            sample_index=index,
+            seed=seed,
+            digest=answer.digest,
         )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of one rollout."""
+
+    rollout: Rollout | None
+    num_retries: int
+    """Times that it was asked for again because an answer could not be right."""
+    failure: str = ""
+    """Why there is no rollout."""
+
+
+class _Writing:
+    """A prompt whose rollouts are being written."""
+
+    def __init__(self, prompt: Prompt, name: str) -> None:
+        self.prompt, self.name = prompt, name
+        self._tasks: list[asyncio.Task[_Outcome]] = []
+        self._num_left = 0
+        self._failed: asyncio.Task[_Outcome] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._num_left
+
+    def send(self, rollout: Coroutine[Any, Any, _Outcome], changed: asyncio.Event) -> "asyncio.Task[_Outcome]":
+        """Sets `changed` when the last rollout is there, or when one ends the run."""
+
+        def note(task: asyncio.Task[_Outcome]) -> None:
+            self._num_left -= 1
+            if task.cancelled() or task.exception() is not None:
+                self._failed = self._failed or task
+            if self._failed is not None or self.is_whole:
+                changed.set()
+
+        task = asyncio.create_task(rollout)
+        task.add_done_callback(note)
+        self._tasks.append(task)
+        self._num_left += 1
+        return task
+
+    def check(self) -> None:
+        """Raises what ended one of its rollouts."""
+        if self._failed is None:
+            return
+        if self._failed.cancelled():
+            raise EngineError(f"{self.prompt.label}: the engine gave up a request that nobody cancelled")
+        self._failed.result()
+
+    def group(self) -> tuple[Group, str]:
+        """The whole group, or one without rollouts and why."""
+        outcomes = [task.result() for task in self._tasks]
+        num_retries = max(outcome.num_retries for outcome in outcomes)
+        if failure := next((outcome.failure for outcome in outcomes if outcome.failure), ""):
+            return Group(self.prompt, (), num_retries=num_retries), failure
+        rollouts = tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
+        return Group(self.prompt, rollouts, num_retries=num_retries), ""
 
 
 def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:
@@ -116,20 +199,16 @@ def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> in
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def check_answer(answer: Answer, count: int, sampling: Sampling, vocabulary: int) -> None:
-    """An answer that cannot be right is the engine's failure, never a rollout with reward 0."""
-    lengths = [len(part) for part in (answer.token_ids, answer.logprobs, answer.finish_reasons, answer.policy_versions)]
-    if lengths != [count] * 4:
-        raise EngineError(
-            f"prompt {answer.key}: asked for {count} rollouts, got {lengths} ids, logprobs, finish reasons, versions"
-        )
-    for ids, logprobs in zip(answer.token_ids, answer.logprobs, strict=True):
-        if not 1 <= len(ids) <= sampling.max_new_tokens or len(ids) != len(logprobs):
-            raise EngineError(f"prompt {answer.key}: {len(ids)} ids with {len(logprobs)} logprobs in one rollout")
-        if not all(0 <= i < vocabulary for i in ids):
-            raise EngineError(f"prompt {answer.key}: an id outside the vocabulary of {vocabulary}")
-        if not all(math.isfinite(value) and value <= 1e-6 for value in logprobs):
-            raise EngineError(f"prompt {answer.key}: a logprob that is no finite number of at most 0")
+def answer_fault(answer: Answer, sampling: Sampling, vocabulary: int) -> str | None:
+    """Why an answer cannot be right. Such an answer is the engine's failure, never a rollout with reward 0."""
+    ids, logprobs = answer.token_ids, answer.logprobs
+    if not 1 <= len(ids) <= sampling.max_new_tokens or len(ids) != len(logprobs):
+        return f"{len(ids)} ids with {len(logprobs)} logprobs, where {sampling.max_new_tokens} tokens are allowed"
+    if not all(0 <= i < vocabulary for i in ids):
+        return f"an id outside the vocabulary of {vocabulary}"
+    if not all(math.isfinite(value) and value <= 1e-6 for value in logprobs):
+        return "a logprob that is no finite number of at most 0"
+    return None
 
 
 def _single_ids(tokenizer: Any, text: str) -> set[int]:

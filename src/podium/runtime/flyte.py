@@ -1,7 +1,8 @@
 """The runtime that runs the stages as Flyte tasks, on a cluster or in this process.
 
-Rollouts in a warm pool of GPU containers, a reward task a group, optimizer steps on a GPU of their own, and the loop in
-a driver that holds no weights. The command starts the driver's task (`_flyte/front.py`); inside it this is called.
+Rollouts run in a warm pool of GPU containers, rewards in one task per group, optimizer steps on a GPU of their own, and
+the loop in a driver that holds no weights. The command starts the driver's task (`on_flyte/launch.py`), which calls
+`flyte`.
 """
 
 from collections.abc import Callable
@@ -10,28 +11,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.lookup import option_fields
-from podium.run_folder import RunFolder
-from podium.runtime._build import Wired
-from podium.runtime._core import check_ranks
-from podium.runtime._launch import launched_by
-from podium.sections import SeparateReference
-from podium.settings import Settings
+from podium.run.folder import RunFolder
+from podium.runtime.ranks.launch import check_ranks, launched_by
+from podium.runtime.wiring.stages import Wired
+from podium.settings.lookup import option_fields
+from podium.settings.refusals import FLYTE, refuse
+from podium.settings.tables import Settings
 
-ENGINES = ("inprocess", "vllm_local")
-"""Those that live in the container that asks them."""
 EVERYWHERE = ("mode", "replicas", "prompts_per_task")
-"""Options that count in both modes; the others are about containers."""
+"""Options that have an effect in both modes; the others are about containers."""
 
 Pair = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 
 
 def launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """What starts the driver; None inside it."""
-    from podium.runtime._flyte.front import check_installed, run_locally, run_on_cluster
+    """The function that starts the driver; None inside the driver."""
+    from podium.runtime.on_flyte.launch import check_installed, run_locally, run_on_cluster
 
     check_installed()
-    from podium.runtime._flyte.driver import driving
+    from podium.runtime.on_flyte.driver import driving
 
     if driving() is not None:
         return None
@@ -74,9 +72,9 @@ def flyte(
     ] = None,
 ) -> Wired:
     """Wires the stages inside the driver's task; `step` names the checkpoint to go on from."""
-    from podium.runtime._flyte.driver import driving
-    from podium.runtime._flyte.environments import configure
-    from podium.runtime._flyte.wiring import wire
+    from podium.runtime.on_flyte.driver import driving
+    from podium.runtime.on_flyte.environments import configure
+    from podium.runtime.on_flyte.wiring import wire
 
     now = driving()
     assert now is not None, "called by the driver's task"
@@ -85,12 +83,10 @@ def flyte(
 
 
 def check_settings(settings: Settings) -> None:
-    """What would have no effect, or could not work, with stages in containers of their own."""
+    """Refuses what would have no effect, or could not work, with stages in containers of their own."""
     check_ranks(settings, 1)
-    _refuse_reference_apart(settings)
+    refuse(settings, FLYTE)
     options = settings.runtime.options
-    if options["replicas"][0] > options["replicas"][1]:
-        raise InputError(f"runtime.replicas = {list(options['replicas'])}: the fewest are more than the most")
     if options["mode"] == "local":
         for name, (_, default) in option_fields(flyte).items():
             if name not in EVERYWHERE and options[name] != default:
@@ -98,31 +94,3 @@ def check_settings(settings: Settings) -> None:
                     f"runtime.{name} has no effect with runtime.mode = 'local', which has no containers; remove it, or "
                     "set mode = 'remote'"
                 )
-    if settings.engine.name not in ENGINES and ":" not in settings.engine.name:
-        raise InputError(
-            f"engine.name = {settings.engine.name!r} does not go with runtime.name = 'flyte', whose containers each "
-            f"have an engine; valid: {', '.join(ENGINES)}"
-        )
-    if settings.engine.options.get("sleep"):
-        raise InputError("engine.sleep has no effect with runtime.name = 'flyte': trainer and engine share no GPU")
-    if settings.run.in_flight:
-        raise InputError("run.in_flight does not go with runtime.name = 'flyte': a task has one policy version")
-    if (
-        settings.sync.name == "nccl"
-        or settings.sync.options.get("root")
-        or settings.sync.options.get("scope") == "engine"
-    ):
-        raise InputError("[sync] has no effect with runtime.name = 'flyte': weights travel in its store; remove it")
-    if settings.model.dtype == "bfloat16" and settings.engine.name == "inprocess":
-        raise InputError(
-            "model.dtype = 'bfloat16' with engine 'inprocess' samples through the trainer's own adapter layers, which "
-            "are in another container; use model.dtype = 'float32' with trainer.precision = 'bfloat16', or 'vllm_local'"
-        )
-
-
-def _refuse_reference_apart(settings: Settings) -> None:
-    if isinstance(settings.model.reference, SeparateReference):
-        raise InputError(
-            "model.reference.device does not go with runtime.name = 'flyte'; use model.reference = 'initial', which "
-            "the trainer's task keeps, or runtime.name = 'local' or 'ray'"
-        )

@@ -1,32 +1,29 @@
-"""The runtime that keeps everything in one process: the stages are the objects themselves."""
+"""The runtime that keeps everything in one process: the stages are the objects themselves.
 
-from collections.abc import Callable
-from dataclasses import replace
+With `ranks` there are several such processes (runtime/ranks). Rank 0 runs the loop; each of the others runs
+`serve_rank`, which builds the same trainer, and the same engine where every rank generates.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.model.load import load_policy
-from podium.run_folder import RunFolder
-from podium.runtime._build import (
-    Wired,
-    build_data,
-    build_scoring,
-    check_retirement,
-    check_rewards,
-    check_trainer,
-    read_sources,
-)
-from podium.runtime._core import check_ranks, make_core
-from podium.runtime._engine import TrainsAlone, fitted, make_delivery
-from podium.runtime._keep import check_space, check_start, load_start
-from podium.runtime._memory import memory_plan
-from podium.runtime._ranks import join
-from podium.runtime._reference import with_reference
-from podium.runtime._reports import check_reports
-from podium.runtime._stages import Parts, wire
-from podium.settings import Settings
+from podium.data.build import ReadSource, build_run_data
+from podium.engine.build import fitted, make_engine
+from podium.reward.build import build_scoring, check_retirement
+from podium.rollout.build import make_rollout_for
+from podium.run.build import check_space
+from podium.run.folder import RunFolder
+from podium.runtime.ranks.launch import check_ranks
+from podium.runtime.ranks.line import Line, RankedEngine, follow, join
+from podium.runtime.wiring.reference import start_reference
+from podium.runtime.wiring.stages import Placed, Wired, read_rows, train_step, wire
+from podium.runtime.wiring.trainer import HostedTrainer
+from podium.settings.tables import Settings
+from podium.sync.build import build_delivery, build_sync
+from podium.trainer.build import check_trainer
 
 
 def local(
@@ -40,39 +37,63 @@ def local(
 ) -> Wired:
     """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     check_ranks(settings, ranks)
-    check_rewards(settings)
     check_trainer(settings)
-    check_start(settings)
-    check_reports(settings)
-    rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
-    policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, rows, policy, settings.plan)
-    plan = replace(settings.plan, steps=data.num_steps)
-    held_out = build_data(settings, held_out_rows, policy, plan) if held_out_rows else None
-    scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
-    check_retirement(settings, scoring, data)
-    memory = memory_plan(settings, policy, max(data.lengths))
-    check_space(settings, folder, memory, step)
-    base_digest = policy.base_digest()
-    longest = max(data.lengths + (held_out.lengths if held_out else []))
-    trainer, engine = make_core(
-        fitted(settings, longest), policy, plan, memory, join() if ranks > 1 else None, folder.event
-    )
-    stepping: Any = TrainsAlone(trainer, engine) if settings.engine.options.get("sleep") else trainer
-    stepping, reference = with_reference(stepping, settings)
-    parts = Parts(
-        plan=plan,
-        policy=policy,
+    rows = read_rows(settings)
+    host = HostedTrainer(settings)
+    policy = host.policy
+    data = build_run_data(settings, *rows, policy)
+    scoring = build_scoring(settings, data.sources)
+    check_retirement(settings, scoring, data.train)
+    check_space(settings, folder, host.plan_memory(max(data.train.lengths)), step)
+    base_digest, line = policy.base_digest(), join() if ranks > 1 else None
+    host.build(data.plan.steps, line)
+    engine = _engine(fitted(settings, data.longest_prompt), host, line, folder.event)
+    reference = start_reference(settings)
+    delivery = build_delivery(settings, host.trainer, engine, policy, data.train.in_order, folder.path, folder.run_id)
+    sleeper = engine if settings.engine.options.get("sleep") else None
+    placed = Placed(
         data=data,
-        held_out=held_out,
+        tokenizer=policy.tokenizer,
         scoring=scoring,
-        trainer=stepping,
+        rollout=partial(make_rollout_for, settings, engine, policy),
         engine=engine,
-        delivery=make_delivery(settings, trainer, engine, policy, data, folder),
-        memory=memory,
-        ranks=ranks,
-        begin=partial(load_start, settings, policy, trainer),
+        trainer=host.trainer,
+        train=partial(train_step, host.trainer, reference, sleeper),
+        sync=build_sync(settings, delivery),
+        memory=host.memory,
         base_digest=base_digest,
-        **({"end": reference.close} if reference is not None else {}),
+        begin=host.load_start,
+        ranks=ranks,
+        end=(lambda: None) if reference is None else reference.close,
     )
-    return wire(settings, folder, parts, stop_requested, step, console_mode)
+    return wire(settings, folder, placed, stop_requested, step, console_mode)
+
+
+def serve_rank(settings: Settings, rows: Sequence[ReadSource], line: Line) -> None:
+    """What a rank other than 0 does, from start to end."""
+    host = HostedTrainer(settings)
+    data = build_run_data(settings, rows, (), host.policy)
+    host.plan_memory(max(data.train.lengths))
+    host.build(data.plan.steps, line)
+    engine = _engine(settings, host, line)
+    try:
+        follow(line, host.trainer, engine)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def _engine(
+    settings: Settings, host: HostedTrainer, line: Line | None, on_event: Callable[..., None] | None = None
+) -> Any:
+    """This process's engine. Of several ranks, rank 0 has an engine that stands for all, and the others have one only
+    where every rank generates: with whole weights on each rank, sampled in the trainer's own process."""
+    is_sharded = line is not None and host.own.is_sharded
+    shares_weights = settings.engine_traits.shares_weights and settings.sync.name == "shared"
+    every_rank_samples = line is not None and not is_sharded and shares_weights
+    if line is not None and line.rank and not every_rank_samples:
+        return None
+    engine = make_engine(settings, host.policy, snapshot=settings.plan.needs_snapshot or is_sharded, on_event=on_event)
+    if line is not None and not line.rank and every_rank_samples:
+        return RankedEngine(engine, host.own, line)
+    return engine

@@ -1,51 +1,51 @@
-"""The runtime that spreads a run over Ray: rollout workers, reward workers and the trainer are actors; the loop and all
-that is written stay in the driver's process.
+"""The runtime that spreads a run over Ray: rollout workers, reward workers and the trainer are actors. The loop stays
+in the driver's process, which writes all files.
 
     driver: loop ──► RolloutWorkers ──► rollout actors, each an engine        groups and weights go
               │  ──► RewardActors ────► reward actors                         through the object store
-              └────► RemoteTrainer ───► trainer actor (one a rank) ──► weights ──► rollout actors
-                     (RemoteReference ► reference actor, where model.reference is apart)
+              └────► RemoteTrainer ───► trainer actor, one per rank ──► weights ──► rollout actors
+                     (RemoteReference ► reference actor, if model.reference has its own device)
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import secrets
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from podium.data.build import ReadSource, build_run_data
 from podium.errors import InputError
 from podium.model.load import load_reader
-from podium.run_folder import RunFolder
-from podium.runtime._build import (
-    ReadSource,
-    Wired,
-    build_data,
-    check_retirement,
-    check_rewards,
-    check_scoring,
-    read_sources,
-    scoring_recipe,
-)
-from podium.runtime._core import check_ranks
-from podium.runtime._engine import make_delivery
-from podium.runtime._keep import check_space, check_start
-from podium.runtime._ray.environment import prepare_import
-from podium.runtime._ray.limits import Limits
-from podium.runtime._reports import check_reports
-from podium.runtime._stages import Parts, wire
-from podium.sections import SeparateReference
-from podium.settings import Settings
+from podium.remote.pool import Rules
+from podium.reward.build import check_retirement, check_scoring, scoring_recipe
+from podium.rollout.build import make_rollout_for
+from podium.run.build import check_space
+from podium.run.folder import RunFolder
+from podium.runtime.ranks.launch import check_ranks
+from podium.runtime.wiring.stages import Placed, Wired, read_rows, train_step, wire
+from podium.settings.refusals import RAY, refuse
+from podium.settings.sections import SeparateReference
+from podium.settings.tables import Settings
+from podium.sync.build import build_delivery, build_sync
 
 if TYPE_CHECKING:
-    from podium.runtime._ray.staff import Staff
+    from podium.runtime.on_ray.run_actors import RunActors
 
-ENGINES = ("inprocess", "vllm_local")
-TOGETHER = (
-    "prompts that a worker gets together; by default its share of a step where the engine is inprocess, which writes "
-    "them in one batch (4 with run.max_lag), and 1 with vLLM"
-)
+OWN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # which means: one node, on loopback
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor that asks for no GPU sees none
+    "RAY_process_group_cleanup_enabled": "true",
+    "RAY_worker_niceness": "0",  # the actors are the run itself
+}
+"""Environment of a cluster that the run starts; Ray reads it when it is imported, and so do its processes."""
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -70,7 +70,6 @@ def ray(
         float | None, Field(ge=0, description="may be a share; by default 1 where Ray has GPUs, else 0")
     ] = None,
     cpus_per_worker: Annotated[float, Field(gt=0, description="that each actor asks Ray for")] = 1.0,
-    prompts_per_request: Annotated[Count | None, Field(description=TOGETHER)] = None,
     address: Annotated[
         str | None, Field(description="of a cluster: auto or host:port; by default a new one on this machine")
     ] = None,
@@ -91,24 +90,26 @@ def ray(
 ) -> Wired:
     """Starts the workers and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     replicas = rollout_workers if isinstance(rollout_workers, tuple) else (rollout_workers, rollout_workers)
-    _refuse(settings, replicas, ranks, address, linger_s)
-    check_rewards(settings)
-    check_start(settings)
-    check_reports(settings)
-    read = read_sources(settings.data), read_sources(settings.eval.data)
+    refuse(settings, RAY)
+    # Ranks sample nothing here, so rollouts may run ahead of them.
+    check_ranks(settings.model_copy(update={"run": settings.run.model_copy(update={"max_lag": 0})}), ranks)
+    rows = read_rows(settings)
     prepare_import(address)
-    from podium.runtime._ray.cluster import Cluster
-    from podium.runtime._ray.staff import Needs, Staff
+    from podium.runtime.on_ray.cluster import Cluster
+    from podium.runtime.on_ray.run_actors import Needs, RunActors
 
     references = int(isinstance(settings.model.reference, SeparateReference))
     gpus = gpus_per_rollout_worker, gpus_per_rank
-    needs = Needs(replicas, reward_workers, ranks, references, *gpus, cpus_per_worker, prompts_per_request)
-    limits = Limits(start_s, frozen_s, stalled_s, recovery_s, max_restarts)
-    staff = Staff(settings, folder, needs, limits, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
+    asked = cpus_per_worker, stalled_s
+    needs = Needs(replicas, reward_workers, ranks, references, *gpus, *asked)
+    rules = Rules(replicas, 1, max_restarts, start_s, recovery_s, frozen_s)
+    actors = RunActors(settings, folder, needs, rules, Cluster(address, folder.run_id, needs.num_cpus, linger_s))
     try:
-        return wire(settings, folder, _parts(settings, folder, step, staff, *read), stop_requested, step, console_mode)
+        return wire(
+            settings, folder, _placed(settings, folder, step, actors, *rows), stop_requested, step, console_mode
+        )
     except BaseException:
-        staff.close()
+        actors.close()
         raise
 
 
@@ -116,65 +117,60 @@ ray.channels = ("adapter", "disk")  # type: ignore[attr-defined]
 ray.starts_ranks = True  # type: ignore[attr-defined]
 
 
-def _parts(
+def _placed(
     settings: Settings,
     folder: RunFolder,
     step: int | None,
-    staff: Staff,
+    actors: RunActors,
     rows: Sequence[ReadSource],
     held_out_rows: Sequence[ReadSource],
-) -> Parts:
+) -> Placed:
     """Starts the actors, and makes of them what the loop needs."""
-    from podium.runtime._ray.trainer import StoreDelivery
+    from podium.runtime.on_ray.trainer import StoreDelivery
 
     reader = load_reader(settings.model)
-    data = build_data(settings, rows, reader, settings.plan)
-    plan = replace(settings.plan, steps=data.num_steps)
-    held_out = build_data(settings, held_out_rows, reader, plan) if held_out_rows else None
-    sources = [data, *([held_out] if held_out else [])]
-    policy = staff.hire(reader.tokenizer, max(max(source.lengths) for source in sources))
-    memory = staff.prepare(plan.steps, max(data.lengths), scoring_recipe(settings, sources))
-    trainer, engine, scoring = staff.trainer, staff.engine, staff.rewards.scoring
-    check_scoring(scoring, sources)
-    check_retirement(settings, scoring, data)
+    data = build_run_data(settings, rows, held_out_rows, reader)
+    policy = actors.start(reader.tokenizer, data.longest_prompt)
+    memory = actors.prepare(data.plan.steps, max(data.train.lengths), scoring_recipe(settings, data.sources))
+    trainer, engine, scoring = actors.trainer, actors.engine, actors.rewards.scoring
+    check_scoring(scoring, data.sources)
+    check_retirement(settings, scoring, data.train)
     check_space(settings, folder, memory, step)
-    return Parts(
-        plan=plan,
-        policy=policy,
+    between = (trainer, engine, policy, data.train.in_order, folder.path, folder.run_id)
+    return Placed(
         data=data,
-        held_out=held_out,
+        tokenizer=policy.tokenizer,
         scoring=scoring,
-        trainer=trainer,
+        rollout=partial(make_rollout_for, settings, engine, policy),
         engine=engine,
-        delivery=make_delivery(settings, trainer, engine, policy, data, folder, StoreDelivery),
+        trainer=trainer,
+        train=partial(train_step, trainer, actors.reference, None),
+        sync=build_sync(settings, build_delivery(settings, *between, StoreDelivery)),
         memory=memory,
-        ranks=settings.runtime.options["ranks"],
-        begin=trainer.load_start,
         base_digest=policy.base_digest,
-        end=staff.close,
+        begin=trainer.load_start,
+        ranks=settings.runtime.options["ranks"],
+        end=actors.close,
     )
 
 
-def _refuse(
-    settings: Settings, replicas: tuple[int, int], ranks: int, address: str | None, linger_s: float | None
-) -> None:
-    """What has no effect, or cannot be right, said before anything starts."""
-    apart = settings.model.reference
-    if isinstance(apart, SeparateReference) and ":" in apart.device:
-        raise InputError(f"model.reference.device = {apart.device!r}: Ray chooses the GPU; write 'cuda'")
-    engine, sync = settings.engine, settings.sync.options
-    if engine.name not in ENGINES:
+def prepare_import(address: str | None) -> None:
+    """Sets what Ray reads from the environment as it is imported.
+
+    Ray's processes run whatever they are sent. A cluster that this run starts therefore listens on loopback only and
+    asks for a token, which ends with this process.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("runtime.name = 'ray' needs Ray: pip install 'podium-rl[ray]'")
+    if address is not None:
+        if "://" in address:
+            raise InputError(f"runtime.address = {address!r}: give 'auto' or host:port")
+        return
+    if "ray" in sys.modules and os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0":
         raise InputError(
-            f"engine.name = {engine.name!r} does not go with runtime.name = 'ray', which starts the engines itself; "
-            f"valid: {', '.join(ENGINES)}"
+            "ray was imported before podium could see to it that a cluster of the run's own is on loopback; set "
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import, or give runtime.address"
         )
-    if engine.options.get("sleep"):
-        raise InputError("engine.sleep has no effect: rollout workers have GPUs of their own; remove it")
-    if replicas[0] > replicas[1]:
-        raise InputError(f"runtime.rollout_workers = {list(replicas)}: the fewest come first")
-    if linger_s is not None and address is None:
-        raise InputError("runtime.linger_s has no effect: a cluster of the run's own ends with it; remove it")
-    if sync.get("root") is not None:
-        raise InputError("sync.root has no effect: weights reach workers through Ray's object store; remove it")
-    # Ranks sample nothing here, so rollouts may run ahead of them.
-    check_ranks(settings.model_copy(update={"run": settings.run.model_copy(update={"max_lag": 0})}), ranks)
+    os.environ |= OWN
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

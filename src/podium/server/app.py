@@ -1,10 +1,11 @@
-"""The HTTP engine: ids in, ids and logprobs out, weights by id.
+"""The HTTP engine: token ids in, token ids and logprobs out, weights by id.
 
-    POST /generate        prompts in, answers out; `stream`: a line of JSON a prompt, as soon as it is whole
+    POST /generate        prompts in, answers out; `stream`: a line of JSON per prompt, as soon as it is whole
+    POST /rollouts        Podium's own client: single rollouts in, a line of JSON per answer out
     POST /score           logprobs of given tokens
     POST /held            checksums of the weights that the engine samples with
     POST /reload_weights  a published folder under the root becomes what is served
-    POST /join_transfer /receive_weights  weights from GPU to GPU (transfer.py)
+    POST /join_transfer /receive_weights  weights from GPU to GPU (weights.py)
     POST /claim /release  which run owns the weights
     GET  /info /metrics /health
     /v1/…                 OpenAI's protocol (openai.py)
@@ -15,38 +16,40 @@ Every answer carries the version of its weights and the run that owns them. Only
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from podium.errors import WeightsError
-from podium.model.fingerprint import tokenizer_fingerprint
-from podium.records import Answer
-from podium.server.auth import Door
-from podium.server.metrics import Metrics
+from podium.errors import CodecError, WeightsError
+from podium.model.chat import tokenizer_fingerprint
+from podium.model.evidence import Held
+from podium.records import Answer, Request
+from podium.remote.codec import from_plain, to_plain
+from podium.remote.rollouts import Rollouts, Written
+from podium.server.door import Door, Refusal
+from podium.server.gate import READ, unless_gone
 from podium.server.openai import OpenAi
-from podium.server.refusal import Refusal
 from podium.server.served import Served, failure
-from podium.server.transfer import Transfer, transfer_ranks
-from podium.server.waiting import READ, unless_gone
+from podium.server.weights import Transfer
 from podium.server.wire import (
+    Asked,
     ClaimBody,
     Generate,
     ReleaseBody,
     Reload,
     Score,
     Show,
-    check_asked,
     check_ids,
+    check_requests,
     cut_at_texts,
     explained,
-    line_of,
 )
 
 Log = Callable[[str], None]
@@ -60,6 +63,7 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
         app.api_route(path, methods=READ)(answer)
     app.post("/generate")(routes.generate)
+    app.post("/rollouts")(routes.rollouts)
     app.post("/score")(routes.score)
     app.post("/held")(routes.held)
     app.post("/reload_weights")(routes.reload_weights)
@@ -72,6 +76,38 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     app.exception_handler(RequestValidationError)(_not_valid)
     routes.metrics = Metrics(served, frozenset(route.path for route in app.routes))  # type: ignore[attr-defined]
     return Door(app, token, routes.metrics.count, log)
+
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """What the server counts, as Prometheus reads it."""
+
+    def __init__(self, served: Served, routes: frozenset[str]) -> None:
+        self._routes, self._registry = routes, CollectorRegistry()
+        self._requests = self._counter("requests", "Answered requests; 499: the client went away.", "route", "status")
+        self.rollouts = self._counter("rollouts", "Rollouts written.")
+        self.tokens = self._counter("tokens", "Tokens written.")
+        self.reloads = self._counter("reloads", "New weights, taken or refused.", "result")
+        self.seconds = Histogram(
+            "podium_generate_seconds", "Whole /generate calls.", registry=self._registry, buckets=SECONDS
+        )
+        self._gauge("running", "Calls that the engine works on.").set_function(lambda: served.gate.running)
+        self._gauge("waiting", "Calls that wait for the engine.").set_function(lambda: served.gate.waiting)
+        self._gauge("policy_version", "Of the weights that are served.").set_function(lambda: served.version)
+
+    def count(self, path: str, status: int) -> None:
+        self._requests.labels(path if path in self._routes else "other", status).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
+        return Counter(f"podium_{name}", help_, labels, registry=self._registry)
+
+    def _gauge(self, name: str, help_: str) -> Gauge:
+        return Gauge(f"podium_{name}", help_, registry=self._registry)
 
 
 class _Routes:
@@ -92,10 +128,10 @@ class _Routes:
                 "engine": self._engine_name,
                 "vocabulary": served.policy.vocabulary,
                 "tokenizer": self._fingerprint,
-                "dtype": getattr(served.engine, "dtype", str(served.policy.model.dtype).removeprefix("torch.")),
+                "dtype": served.engine.traits.dtype,
                 "max_context_tokens": self.max_context_tokens,
                 "weights_root": str(served.root),
-                "transfer_ranks": transfer_ranks(served),
+                "transfer_ranks": served.engine.traits.transfer_ranks,
                 "policy_version": served.version,
                 "run": served.run,
                 "claimed_by": served.claims.run,
@@ -109,9 +145,9 @@ class _Routes:
     async def generate(self, body: Generate, request: HttpRequest) -> Any:
         served, tokenizer = self._served, self._served.policy.tokenizer
         served.claims.check(body.run)
-        asked, sampling = body.asked(tokenizer), body.sampling(served.policy.stop_ids)
-        check_asked(asked, sampling, served.policy.vocabulary, self.max_context_tokens)
-        lines = self._lines(body, asked, sampling)
+        prompts = body.prompts(tokenizer, served.policy.stop_ids)
+        self._check((f"request {prompt.key}", request) for prompt in prompts for request in prompt.requests)
+        lines = self._prompt_lines(prompts, body.stop)
         if body.stream:
             return StreamingResponse(_streamed(lines), media_type="application/x-ndjson")
         answers = await unless_gone(request, _collected(lines))
@@ -120,23 +156,51 @@ class _Routes:
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[0]["token_ids"]]
         return JSONResponse({**answers[0], "text": texts})
 
-    async def _lines(self, body: Generate, asked: Any, sampling: Any) -> AsyncIterator[dict[str, Any] | None]:
-        """None: nothing new, all is well."""
-        started = time.monotonic()
-        async with aclosing(self._served.answers(asked, sampling)) as answers:
-            async for item in answers:
-                if item is None:
+    async def rollouts(self, request: HttpRequest) -> StreamingResponse:
+        try:
+            body = from_plain(Rollouts, await request.json())
+            requests = list(body.whole())
+        except (ValueError, CodecError) as error:
+            raise Refusal(422, f"the body is not that of /rollouts: {error}"[:300]) from None
+        self._served.claims.check(body.run)
+        self._check((each.label, each) for each in requests)
+        return StreamingResponse(_streamed(self._rollout_lines(requests)), media_type="application/x-ndjson")
+
+    def _check(self, named: Iterable[tuple[str, Request]]) -> None:
+        check_requests(list(named), self._served.policy.vocabulary, self.max_context_tokens)
+
+    async def _prompt_lines(self, prompts: list[Asked], stop: Sequence[str]) -> AsyncIterator[dict[str, Any] | None]:
+        """A line per prompt, once all of its answers are whole."""
+        owners = [(prompt, sample) for prompt in prompts for sample in range(len(prompt.requests))]
+        requests = [request for prompt in prompts for request in prompt.requests]
+        async with aclosing(self._written(requests)) as answers:
+            async for written in answers:
+                if written is None:
                     yield None
                     continue
-                answer, run = item
-                answer = cut_at_texts(answer, self._served.policy.tokenizer, body.stop)
-                self.count(answer)
-                yield line_of(answer, run)
+                prompt, sample = owners[written.place]
+                prompt.answers[sample] = cut_at_texts(written.answer, self._served.policy.tokenizer, stop)
+                if prompt.is_whole:
+                    yield prompt.line(written.run)
+
+    async def _rollout_lines(self, requests: list[Request]) -> AsyncIterator[dict[str, Any] | None]:
+        async with aclosing(self._written(requests)) as answers:
+            async for written in answers:
+                yield None if written is None else to_plain(written)
+
+    async def _written(self, requests: list[Request]) -> AsyncGenerator[Written | None]:
+        """None: nothing new, all is well."""
+        started = time.monotonic()
+        async with aclosing(self._served.answers(requests)) as answers:
+            async for written in answers:
+                if written is not None:
+                    self.count(written.answer)
+                yield written
         self.metrics.seconds.observe(time.monotonic() - started)
 
     def count(self, answer: Answer) -> None:
-        self.metrics.rollouts.inc(len(answer.token_ids))
-        self.metrics.tokens.inc(sum(map(len, answer.token_ids)))
+        self.metrics.rollouts.inc()
+        self.metrics.tokens.inc(len(answer.token_ids))
 
     async def score(self, body: Score) -> JSONResponse:
         self._served.claims.check(body.run)
@@ -151,9 +215,10 @@ class _Routes:
     async def held(self, body: Show) -> JSONResponse:
         self._served.claims.check(body.run)
         try:
-            return JSONResponse(await self._served.held())
+            shown = await self._served.held()
         except Exception as error:
             raise failure(error) from None
+        return JSONResponse(shown | {"held": to_plain(shown["held"], Held | None)})
 
     async def reload_weights(self, body: Reload) -> JSONResponse:
         try:
@@ -178,8 +243,7 @@ class _Routes:
 
     @property
     def max_context_tokens(self) -> int:
-        own = getattr(self._served.engine, "max_context_tokens", None)
-        return own or self._served.policy.max_context_tokens
+        return self._served.engine.traits.max_context_tokens or self._served.policy.max_context_tokens
 
 
 async def _collected(lines: AsyncIterator[dict[str, Any] | None]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from podium.errors import InputError
-from podium.server.limits import HEADER_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, SEND_S
+from podium.server.door import HEADER_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, SEND_S
 
 MAX_SOCKET_PATH = 100
 """Bytes; the system allows about 107."""

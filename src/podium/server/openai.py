@@ -3,27 +3,132 @@
     POST /v1/chat/completions   one answer or `n`; `stream`: server-sent events, an answer each, as soon as it is whole
     GET  /v1/models             the one that is served
 
-Logprobs are of the distribution that was sampled from. An engine gives whole answers, so a stream has one piece of text
+What would change an answer and is not done here (tools, penalties, a grammar) is refused by its name; what only labels
+the request is taken and ignored. Logprobs are of the distribution that was sampled from. A stream has one piece of text
 for each answer, not one for each token; comments keep the connection alive until then.
 """
 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request as HttpRequest
 
+from podium.errors import InputError
+from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
-from podium.server._chat import Chat, choice
-from podium.server.refusal import Refusal
+from podium.server.door import Refusal
+from podium.server.gate import READ, unless_gone
 from podium.server.served import Served, failure
-from podium.server.waiting import READ, unless_gone
-from podium.server.wire import check_asked, cut_at_texts
+from podium.server.wire import Asked, Text, check_requests, cut_at_texts, explained
+from podium.settings.values import Temperature
+
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+"""Labels of a request; no answer depends on them."""
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0, "tools": []}
+NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "tool_choice": "none"}
+"""Values that ask for nothing."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(strict=True)
+    type: Literal["text"]
+    text: Text
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(strict=True)
+    role: Annotated[str, Field(max_length=64)]
+    content: Text | Annotated[list[Part], Field(max_length=256)]
+
+    def plain(self) -> dict[str, str]:
+        """`developer` is OpenAI's newer name of `system`, which chat templates do not know."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Chat(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=256)]
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @classmethod
+    def parse(cls, body: Any) -> "Chat":
+        try:
+            made = cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise Refusal(
+                400, explained(error.errors()), param=str(first["loc"][0]) if first["loc"] else None
+            ) from None
+        for name, value in (made.model_extra or {}).items():
+            if value is not None and name not in IGNORED and NEUTRAL.get(name, ...) != value:
+                raise Refusal(400, f"{name} is not supported here; leave it out", param=name[:64])
+        if None not in (made.max_tokens, made.max_completion_tokens) and made.max_tokens != made.max_completion_tokens:
+            raise Refusal(400, "max_tokens and max_completion_tokens differ; give one", param="max_tokens")
+        return made
+
+    def prompt(self, tokenizer: Any) -> tuple[int, ...]:
+        try:
+            return render(tokenizer, [turn.plain() for turn in self.messages])
+        except InputError as error:
+            raise Refusal(400, str(error), param="messages") from None
+
+    def requests(self, prompt: tuple[int, ...], stop_ids: Sequence[int], room: int) -> list[Request]:
+        """One per answer. `room`: tokens that the context has left, which is the default of the longest answer."""
+        seeds = [secrets.randbits(63) if self.seed is None else (self.seed + k) % (1 << 63) for k in range(self.n or 1)]
+        return Asked.of(0, prompt, self._sampling(stop_ids, room), seeds).requests
+
+    def _sampling(self, stop_ids: Sequence[int], room: int) -> Sampling:
+        longest = self.max_completion_tokens or self.max_tokens or room
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(longest, temperature, None, None if self.top_p == 1 else self.top_p, tuple(stop_ids))
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def choice(index: int, answer: Answer, tokenizer: Any, stops: Sequence[str], with_logprobs: bool) -> dict[str, Any]:
+    """One answer: its text without the text that ended it, and why it ended."""
+    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    ends = [text.index(stop) for stop in stops if stop in text]
+    told = {"content": text[: min(ends)] if ends else text}
+    logprobs = {"content": _logprobs(answer, tokenizer), "refusal": None} if with_logprobs else None
+    return {"index": index, **told, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def _logprobs(answer: Answer, tokenizer: Any) -> list[dict[str, Any]]:
+    tokens = [tokenizer.decode([i]) for i in answer.token_ids]
+    return [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in zip(tokens, answer.logprobs, strict=True)
+    ]
 
 
 class OpenAi:
@@ -59,13 +164,12 @@ class OpenAi:
             raise Refusal(
                 400, f"{len(prompt)} prompt tokens; the context has {context}", "messages", "context_length_exceeded"
             )
-        sampling = body.sampling(policy.stop_ids, context - len(prompt))
-        asked = body.requests(prompt)
+        requests = body.requests(prompt, policy.stop_ids, context - len(prompt))
         try:
-            check_asked(asked, sampling, policy.vocabulary, context)
+            check_requests([("request 0", request) for request in requests], policy.vocabulary, context)
         except Refusal as refusal:
             raise Refusal(400, refusal.message, "max_tokens", "context_length_exceeded") from None
-        answers = self._answers(body, asked, sampling)
+        answers = self._answers(body, requests)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         head["system_fingerprint"] = f"policy-version-{self._served.version}"
         if body.stream:
@@ -73,41 +177,43 @@ class OpenAi:
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         return JSONResponse(await unless_gone(request, self._whole(body, head, answers, len(prompt))))
 
-    async def _answers(self, body: Chat, asked: list[Request], sampling: Sampling) -> AsyncIterator[Answer | None]:
-        """None: nothing new, all is well."""
-        async with aclosing(self._served.answers(asked, sampling)) as answers:
-            async for item in answers:
-                answer = None if item is None else cut_at_texts(item[0], self._served.policy.tokenizer, body.stops)
-                if answer is not None:
-                    self._counted(answer)
-                yield answer
+    async def _answers(self, body: Chat, requests: list[Request]) -> AsyncIterator[tuple[int, Answer] | None]:
+        """Each with its index. None: nothing new, all is well."""
+        async with aclosing(self._served.answers(requests)) as answers:
+            async for written in answers:
+                if written is None:
+                    yield None
+                    continue
+                answer = cut_at_texts(written.answer, self._served.policy.tokenizer, body.stops)
+                self._counted(answer)
+                yield written.place, answer
 
     async def _whole(
-        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[Answer | None], num_prompt: int
+        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[tuple[int, Answer] | None], num_prompt: int
     ) -> dict[str, Any]:
         try:
-            made = [answer async for answer in answers if answer is not None]
+            made = [item async for item in answers if item is not None]
         except Exception as error:
             raise failure(error) from None
-        choices = [self._choice(body, answer) for answer in sorted(made, key=lambda answer: answer.key)]
+        choices = [self._choice(body, *item) for item in sorted(made, key=lambda item: item[0])]
         for each in choices:
             each["message"] = {"role": "assistant", "content": each.pop("content"), "refusal": None}
-        usage = _usage(num_prompt, sum(len(answer.token_ids[0]) for answer in made))
+        usage = _usage(num_prompt, sum(len(answer.token_ids) for _, answer in made))
         return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
 
     async def _events(
-        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[Answer | None], num_prompt: int
+        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[tuple[int, Answer] | None], num_prompt: int
     ) -> AsyncIterator[bytes]:
         head = {**head, "object": "chat.completion.chunk"}
         written = 0
         try:
             async with aclosing(answers):  # type: ignore[type-var]
-                async for answer in answers:
-                    if answer is None:
+                async for item in answers:
+                    if item is None:
                         yield b": waiting\n\n"
                         continue
-                    written += len(answer.token_ids[0])
-                    each = self._choice(body, answer)
+                    written += len(item[1].token_ids)
+                    each = self._choice(body, *item)
                     ended = {"index": each["index"], "delta": {}, "finish_reason": each.pop("finish_reason")}
                     each["delta"] = {"role": "assistant", "content": each.pop("content")}
                     yield _event({**head, "choices": [{**each, "finish_reason": None}]})
@@ -118,8 +224,8 @@ class OpenAi:
         except Exception as error:
             yield _event(failure(error).openai_body)
 
-    def _choice(self, body: Chat, answer: Answer) -> dict[str, Any]:
-        return choice(answer, self._served.policy.tokenizer, body.stops, bool(body.logprobs))
+    def _choice(self, body: Chat, index: int, answer: Answer) -> dict[str, Any]:
+        return choice(index, answer, self._served.policy.tokenizer, body.stops, bool(body.logprobs))
 
     def _check_name(self, name: str) -> None:
         if name != self._name:

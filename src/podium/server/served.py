@@ -8,7 +8,7 @@ server takes adapters of any rank and full weights too.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ import torch
 from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import on_device_thread
 from podium.model.load import Policy
-from podium.records import Answer, Request, Sampling
-from podium.server.claims import Claims, Scope
-from podium.server.gate import Gate
-from podium.server.refusal import Refusal
-from podium.server.waiting import within
+from podium.records import Request
+from podium.remote.rollouts import Written, all_or_none
+from podium.server.door import Refusal
+from podium.server.gate import Claims, Gate, Scope, within
 from podium.server.weights import AdapterShape, Published, locate, read, shape_of
 from podium.stages import Engine
 
@@ -46,8 +45,6 @@ class Maker:
     engine: Callable[[Policy], Engine]
     one_engine: bool
     """Whether the old engine must be closed before a new one is built, because the two do not fit beside each other."""
-    max_calls: int = 256
-    """That the engine works on at the same time; the others wait outside, where a swap need not wait for them."""
 
 
 class Served:
@@ -58,7 +55,7 @@ class Served:
         self.policy = maker.own_policy()
         self._own_shape = shape_of(self.policy)
         self.engine = maker.engine(self.policy)
-        self.gate, self.claims = Gate(maker.max_calls), Claims()
+        self.gate, self.claims = Gate(), Claims()
         self.run: str | None = None
         self.failed: str | None = None
         """Why there is no engine any more."""
@@ -73,13 +70,11 @@ class Served:
     def version(self) -> int:
         return self.engine.policy_version or 0
 
-    async def answers(
-        self, asked: Sequence[Request], sampling: Sampling
-    ) -> AsyncGenerator[tuple[Answer, str | None] | None]:
-        """Each answer with the owner of the weights that wrote it. The asker's pace does not hold the engine: answers
-        wait here for whoever reads slowly. None now and then: nothing yet, all is well."""
+    async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written | None]:
+        """Each answer as soon as it is whole. A slow client does not slow the engine down:
+        its answers wait here. None is yielded now and then as a sign of life."""
         ready: asyncio.Queue[Any] = asyncio.Queue()
-        task = asyncio.create_task(self._write_answers(asked, sampling, ready))
+        task = asyncio.create_task(self._write_answers(requests, ready))
         try:
             while True:
                 item = None
@@ -94,14 +89,15 @@ class Served:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _write_answers(self, asked: Sequence[Request], sampling: Sampling, ready: asyncio.Queue[Any]) -> None:
+    async def _write_answers(self, requests: Sequence[Request], ready: asyncio.Queue[Any]) -> None:
+        async def write(place: int, request: Request) -> None:
+            ready.put_nowait(Written(place, await self.engine.generate(request), run))
+
         try:
             async with self.gate.answering():
                 self.check_alive()
                 run = self.run
-                async with aclosing(self.engine.generate(asked, sampling)) as answers:  # type: ignore[type-var]
-                    async for answer in answers:
-                        ready.put_nowait((answer, run))
+                await all_or_none(write(place, request) for place, request in enumerate(requests))
             ready.put_nowait("end")
         except Exception as error:
             ready.put_nowait(error)
@@ -119,9 +115,9 @@ class Served:
         """What the engine's own tensors are, as checksums; None where it cannot show them."""
         async with self.gate.answering():
             self.check_alive()
-            show = getattr(self.engine, "held", None)
-            held = None if show is None else await show()
-            sealed = None if held is None else await on_device_thread(held.to_json)
+            engine: Any = self.engine
+            held = await engine.held() if engine.traits.shows_weights else None
+            sealed = None if held is None else await on_device_thread(held.sealed)
             return {"held": sealed, "policy_version": self.version, "run": self.run}
 
     async def reload(self, name: str, version: int, in_flight: bool, run: str | None) -> str:

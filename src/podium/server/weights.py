@@ -1,18 +1,31 @@
-"""Weights by id: a folder right under one root and nowhere else, checked before any of it is used."""
+"""Weights that come in: by id from a folder right under one root, checked before any of it is used, or from GPU to GPU.
+
+    POST /join_transfer    meets the trainer, once (sync/nccl.py)
+    POST /receive_weights  takes what the trainer is broadcasting now
+
+Of a transfer only names, kinds and shapes come by HTTP. An engine without GPUs of its own, or one that serves an
+adapter, refuses it.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, ValidationError
 
 from podium.errors import WeightsError
-from podium.files import read_regular
-from podium.model.handoff import manifest_of, read_published
+from podium.model.handoff import in_saved_format, manifest_of, read_published
 from podium.model.load import Policy
-from podium.server.refusal import Refusal
+from podium.remote.files import read_regular
+from podium.server.door import Refusal
+from podium.server.wire import Body, RunId
+
+if TYPE_CHECKING:
+    from podium.server.served import Served
 
 MAX_JSON_BYTES = 1 << 20
 
@@ -98,3 +111,59 @@ def _json(path: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         raise WeightsError(f"{name}: {path.name} cannot be read") from None
     return value
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Join(Body):
+    master_address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]{1,253}\z")]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=2, le=4096)]
+    rank_offset: Annotated[int, Field(ge=1, le=4096)]
+    run: RunId | None = None
+
+
+class Receive(Body):
+    names: Annotated[list[Name], Field(min_length=1, max_length=10_000)]
+    dtype_names: list[Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)\z")]]
+    shapes: list[Annotated[list[Annotated[int, Field(ge=1, lt=1 << 40)]], Field(max_length=6)]]
+    version: Annotated[int, Field(ge=0, lt=1 << 40)]
+    run: RunId | None = None
+
+
+class Transfer:
+    def __init__(self, served: "Served") -> None:
+        self._served = served
+
+    def add_to(self, app: FastAPI) -> None:
+        app.post("/join_transfer")(self.join)
+        app.post("/receive_weights")(self.receive)
+
+    async def join(self, body: Join) -> JSONResponse:
+        engine = self._able(body.run)
+        await engine.join_transfer(body.model_dump(exclude={"run"}))
+        return JSONResponse({"ranks": self._served.engine.traits.transfer_ranks})
+
+    async def receive(self, body: Receive) -> JSONResponse:
+        engine = self._able(body.run)
+        self._check_shapes(body)
+        update = body.model_dump(include={"names", "dtype_names", "shapes"})
+        await self._served.take_transfer(lambda: engine.receive_weights(update, body.version), body.run)
+        return JSONResponse({"version": body.version})
+
+    def _able(self, run: str | None) -> Any:
+        self._served.claims.check_writer(run)
+        if not self._served.engine.traits.transfer_ranks:
+            raise Refusal(422, "this engine takes no weights by NCCL; hand them over by folder")
+        return self._served.engine
+
+    def _check_shapes(self, body: Receive) -> None:
+        """Before any tensor comes: what does not fit would overwrite what is served."""
+        policy = self._served.policy
+        saved = in_saved_format(policy.model, policy.named_weights())
+        mine = {name: list(tensor.shape) for name, tensor in saved}
+        if len(body.names) != len(body.shapes) or len(body.names) != len(body.dtype_names):
+            raise Refusal(422, "names, dtype_names and shapes must have one entry a tensor")
+        if dict(zip(body.names, body.shapes, strict=True)) != mine:
+            raise Refusal(422, "the tensors are not those of the model that is served")

@@ -1,19 +1,27 @@
-"""The bodies of requests, with their bounds, and what they ask in Podium's own records."""
+"""The bodies of requests, with their bounds, and what they ask in Podium's own records.
 
+`Generate` is for users: prompts, each with one or several answers. `Rollouts` is for Podium's own client: single
+rollouts, each with its own sampling, by the codec. What no engine can answer is refused before an engine sees it.
+"""
+
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from podium.errors import InputError
 from podium.model.chat import render
-from podium.records import Answer, Request, Sampling
-from podium.server.refusal import Refusal
-from podium.temperature import Temperature
+from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.server.door import Refusal
+from podium.settings.values import Temperature
 
 MAX_ROLLOUTS = 16_384
 """In one call."""
+MAX_TEMPERATURE = 100.0
+SEEDS = range(-(1 << 63), 1 << 63)
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(min_length=1)]
@@ -39,7 +47,7 @@ class Message(Body):
     content: Text
 
 
-class Asked(Body):
+class PromptBody(Body):
     """One prompt of several."""
 
     key: Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -50,14 +58,14 @@ class Asked(Body):
 class Generate(Body):
     """Several prompts in `requests`, or one as ids or as messages."""
 
-    requests: Annotated[list[Asked], Field(min_length=1, max_length=4096)] | None = None
+    requests: Annotated[list[PromptBody], Field(min_length=1, max_length=4096)] | None = None
     prompt_token_ids: Ids | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     seeds: Seeds | None = None
     """One a rollout; by default random ones."""
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
-    temperature: Annotated[Temperature, Field(le=100)] = 1.0
+    temperature: Annotated[Temperature, Field(le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     stop_token_ids: list[Id] | None = None
@@ -68,20 +76,21 @@ class Generate(Body):
     run: RunId | None = None
     """Who asks, where a run has claimed the engine."""
 
-    def asked(self, tokenizer: Any) -> list[Request]:
+    def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["Asked"]:
         forms = [name for name in ("requests", "prompt_token_ids", "messages") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise Refusal(422, "give one of requests, prompt_token_ids and messages")
+        sampling = self._sampling(stop_ids)
         if self.requests is not None:
             if self.seeds is not None or self.n != 1:
                 raise Refusal(422, "n and seeds stand in each of the requests")
             if len({each.key for each in self.requests}) != len(self.requests):
                 raise Refusal(422, "requests: a key stands there twice")
-            return [Request(each.key, tuple(each.prompt_token_ids), tuple(each.seeds)) for each in self.requests]
+            return [Asked.of(each.key, each.prompt_token_ids, sampling, each.seeds) for each in self.requests]
         seeds = self.seeds or [secrets.randbits(63) for _ in range(self.n)]
         if self.n not in (1, len(seeds)):
             raise Refusal(422, f"n is {self.n} and there are {len(seeds)} seeds")
-        return [Request(0, tuple(self.prompt_token_ids or self._rendered(tokenizer)), tuple(seeds))]
+        return [Asked.of(0, self.prompt_token_ids or self._rendered(tokenizer), sampling, seeds)]
 
     def _rendered(self, tokenizer: Any) -> Sequence[int]:
         try:
@@ -89,9 +98,43 @@ class Generate(Body):
         except InputError as error:
             raise Refusal(422, f"messages: {error}") from None
 
-    def sampling(self, stop_ids: Sequence[int]) -> Sampling:
+    def _sampling(self, stop_ids: Sequence[int]) -> Sampling:
         stop = tuple(stop_ids if self.stop_token_ids is None else self.stop_token_ids)
         return Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, stop)
+
+
+@dataclass(eq=False)
+class Asked:
+    """A user's prompt: one request per answer, and the answers that have arrived."""
+
+    key: int
+    requests: list[Request]
+    answers: list[Answer | None]
+
+    _numbers = itertools.count()
+
+    @classmethod
+    def of(cls, key: int, token_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> "Asked":
+        group = PrefixGroup(f"http/{next(cls._numbers)}", len(seeds))
+        requests = [Request(tuple(token_ids), sampling, seed, group) for seed in seeds]
+        return cls(key, requests, [None] * len(seeds))
+
+    @property
+    def is_whole(self) -> bool:
+        return None not in self.answers
+
+    def line(self, run: str | None) -> dict[str, Any]:
+        """All its answers as they go to the user."""
+        answers = [answer for answer in self.answers if answer is not None]
+        return {
+            "key": self.key,
+            "token_ids": [answer.token_ids for answer in answers],
+            "logprobs": [answer.logprobs for answer in answers],
+            "finish_reason": [answer.finish_reason for answer in answers],
+            "policy_versions": [answer.policy_versions for answer in answers],
+            "policy_version": max(answer.policy_versions[1] for answer in answers),
+            "run": run,
+        }
 
 
 class Score(Body):
@@ -121,51 +164,49 @@ class ReleaseBody(Body):
     run: RunId
 
 
-def check_asked(asked: Sequence[Request], sampling: Sampling, vocabulary: int, max_context_tokens: int) -> None:
-    """What no engine can answer is told at once, naming the request."""
-    if sum(len(request.seeds) for request in asked) > MAX_ROLLOUTS:
+def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_context_tokens: int) -> None:
+    """What no engine can answer is refused at once, by the name of the request."""
+    if len(named) > MAX_ROLLOUTS:
         raise Refusal(422, f"more than {MAX_ROLLOUTS} rollouts in one call")
-    if any(i >= vocabulary for i in sampling.stop_ids):
-        raise Refusal(422, f"stop_token_ids: an id is outside the vocabulary of {vocabulary}")
-    for request in asked:
-        check_ids(request.token_ids, vocabulary, f"request {request.key}")
-        total = len(request.token_ids) + sampling.max_new_tokens
-        if total > max_context_tokens:
-            raise Refusal(
-                422,
-                f"request {request.key}: {len(request.token_ids)} prompt tokens and max_tokens = "
-                f"{sampling.max_new_tokens} are more than the context of {max_context_tokens}",
-            )
+    known: set[Any] = set()
+    for name, request in named:
+        kind = request.token_ids, request.sampling
+        if kind not in known:  # requests of one prompt differ in their seeds only
+            known.add(kind)
+            _check_request(name, request, vocabulary, max_context_tokens)
+        if request.seed not in SEEDS:
+            raise Refusal(422, f"{name}: the seed has more than 64 bits")
+
+
+def _check_request(name: str, request: Request, vocabulary: int, max_context_tokens: int) -> None:
+    check_ids(request.token_ids, vocabulary, name)
+    sampling = request.sampling
+    check_ids(sampling.stop_ids or (0,), vocabulary, "stop_token_ids")
+    if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise Refusal(422, f"{name}: max_new_tokens is at least 1, temperature 0 to {MAX_TEMPERATURE:g}")
+    if sampling.top_k is not None and not 1 <= sampling.top_k < 1 << 31:
+        raise Refusal(422, f"{name}: top_k is at least 1")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise Refusal(422, f"{name}: top_p is above 0 and at most 1")
+    if len(request.token_ids) + sampling.max_new_tokens > max_context_tokens:
+        raise Refusal(
+            422,
+            f"{name}: {len(request.token_ids)} prompt tokens and max_tokens = {sampling.max_new_tokens} are more than "
+            f"the context of {max_context_tokens}",
+        )
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
-    if max(ids) >= vocabulary:
-        raise Refusal(422, f"{where}: an id is outside the vocabulary of {vocabulary}")
-
-
-def line_of(answer: Answer, run: str | None) -> dict[str, Any]:
-    """One answer as it goes over the wire."""
-    return {
-        "key": answer.key,
-        "token_ids": answer.token_ids,
-        "logprobs": answer.logprobs,
-        "finish_reason": answer.finish_reasons,
-        "policy_versions": answer.policy_versions,
-        "policy_version": max(last for _, last in answer.policy_versions),
-        "run": run,
-    }
+    if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+        raise Refusal(422, f"{where}: there is no id, or an id is outside the vocabulary of {vocabulary}")
 
 
 def cut_at_texts(answer: Answer, tokenizer: Any, texts: Sequence[str]) -> Answer:
-    """The answer with each rollout ended behind the token that completes one of the texts."""
-    if not texts:
+    """The answer, ended behind the token that completes one of the texts."""
+    length = _length_to(tokenizer, answer.token_ids, texts) if texts else None
+    if length is None:
         return answer
-    rollouts = []
-    for ids, logprobs, reason in zip(answer.token_ids, answer.logprobs, answer.finish_reasons, strict=True):
-        length = _length_to(tokenizer, ids, texts)
-        rollouts.append((ids, logprobs, reason) if length is None else (ids[:length], logprobs[:length], "stop"))
-    ids, logprobs, reasons = zip(*rollouts, strict=True)
-    return Answer(answer.key, ids, logprobs, reasons, answer.policy_versions)
+    return Answer(answer.token_ids[:length], answer.logprobs[:length], "stop", answer.policy_versions)
 
 
 def _length_to(tokenizer: Any, ids: Sequence[int], texts: Sequence[str]) -> int | None:

@@ -1,11 +1,11 @@
-"""Sync by a LoRA folder: a few megabytes a push, and the engine's base model is never touched.
+"""Sync through a LoRA folder: a few megabytes per push, and the engine's base model never changes.
 
-For engines in other processes or on other machines, which read the folder that the run writes. Each push is followed
-by the parity probe.
+For engines in other processes or on other machines, which read the folder that the run writes. The parity check follows
+each push.
 """
 
 from podium.sync.disk import Disk
 
 
 class Adapter(Disk):
-    """The way of `disk`; what is written is the adapter, because only that is trained."""
+    """Works like `disk`, but writes only the adapter, because only the adapter is trained."""

@@ -1,6 +1,6 @@
-"""Sync by a model folder: all weights, for engines in other processes when every weight is trained.
+"""Sync through a model folder with all weights, for engines in other processes when every weight is trained.
 
-The same folder that transformers or vLLM would load. Each push is followed by the parity probe.
+transformers or vLLM could load the same folder. The parity check follows each push.
 """
 
 from pathlib import Path
@@ -18,16 +18,16 @@ class Disk:
         delivery: Delivery,
         *,
         root: Annotated[
-            Path | None, Field(description="where the engine reads, as seen from here; by default what it says itself")
+            Path | None, Field(description="the engine's weights folder, as a path on this machine; default: its own")
         ] = None,
         scope: Annotated[
             Literal["run", "engine"],
-            Field(description="run: the engine's weights go with the run; engine: they stay and it serves them on"),
+            Field(description="run: the engine drops the weights when the run ends; engine: it keeps serving them"),
         ] = "run",
     ) -> None:
         self._delivery, self._root, self._scope = delivery, root, scope
         engine: Any = delivery.engine
-        self._claim = engine.claim if getattr(engine, "outlives_run", False) else None
+        self._claim = engine.claim if engine.traits.outlives_run else None
         if scope == "engine" and self._claim is None:
             raise InputError(
                 "sync.scope = 'engine' has no effect: this engine ends with the run; remove it, or use a server"

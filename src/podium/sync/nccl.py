@@ -1,10 +1,10 @@
 """Sync from GPU to GPU, for an engine in another process: vLLM's own weight transfer over NCCL.
 
-For full weights and an engine that has GPUs of its own: `engine.join_transfer(init_info)` makes it meet the trainer,
-once; then, at each push, `engine.receive_weights(update_info, version)` takes what is broadcast here at the same time.
-Both are calls of the engine's process (`POST /join_transfer` and `POST /receive_weights` of a server) and carry names
-and shapes; the tensors go from GPU to GPU. `engine.transfer_ranks` is how many GPUs it has. An engine in this process
-needs none of it: it is handed the tensors (`shared`). Each push is followed by the parity probe.
+For full weights and an engine with its own GPUs. `engine.join_transfer(init_info)` connects the engine to the trainer
+once. At each push, `engine.receive_weights(update_info, version)` receives what the trainer broadcasts at the same
+time. Both calls go to the engine's process (`POST /join_transfer` and `POST /receive_weights` of a server) and carry
+names and shapes; the tensors go from GPU to GPU. `traits.transfer_ranks` is the engine's number of GPUs. The parity
+check follows each push.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ class Nccl:
         self,
         delivery: Delivery,
         *,
-        address: Annotated[str, Field(description="of this machine, as the engine's sees it")] = "127.0.0.1",
-        port: Annotated[int, Field(ge=0, le=65535, description="where they meet; 0: a free one")] = 0,
-        timeout_s: Annotated[float, Field(gt=0, description="for the engine to join, and for a push")] = 300.0,
+        address: Annotated[str, Field(description="address of this machine, as the engine sees it")] = "127.0.0.1",
+        port: Annotated[int, Field(ge=0, le=65535, description="port for the connection; 0: any free one")] = 0,
+        timeout_s: Annotated[float, Field(gt=0, description="limit for the engine to join, and for a push")] = 300.0,
     ) -> None:
         check_devices(delivery)
         self._delivery, self._address, self._port, self._timeout_s = delivery, address, port, timeout_s
@@ -39,24 +39,28 @@ class Nccl:
         await self._delivery.once(version, self._carry)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Nothing to clean up."""
 
     async def _carry(self, version: int) -> None:
         engine: Any = self._delivery.engine
-        if getattr(engine, "outlives_run", False):
+        if engine.traits.outlives_run:
             await engine.claim(self._delivery.run_id, "run")
         saved = in_saved_format(self._delivery.policy.model, self._delivery.trainer.weights())
         weights = [(name, tensor.detach().contiguous()) for name, tensor in saved]
         if self._group is None:
             port = self._port or free_port(self._address)
-            meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + engine.transfer_ranks}
+            meeting = {
+                "master_address": self._address,
+                "master_port": port,
+                "world_size": 1 + engine.traits.transfer_ranks,
+            }
             opened = in_daemon(open_group, meeting, weights[0][1].device)
             _, self._group = await self._both(engine.join_transfer({**meeting, "rank_offset": 1}), opened)
         sent = in_daemon(broadcast, self._group, [tensor for _, tensor in weights])
         await self._both(engine.receive_weights(update_info(weights), version), sent)
 
     async def _both(self, theirs: Any, ours: Any) -> Any:
-        """Either side waits for the other, so a side that fails must not leave this one waiting for ever."""
+        """Runs both sides of a transfer. Each waits for the other, so a side that fails must not block this one."""
         try:
             return await asyncio.wait_for(asyncio.gather(theirs, ours), self._timeout_s)
         except PodiumError:
@@ -65,13 +69,13 @@ class Nccl:
             name = type(self._delivery.engine).__name__
             raise EngineError(
                 f"sync.name = 'nccl': {name} and the trainer did not finish a transfer within sync.timeout_s = "
-                f"{self._timeout_s:g} ({type(error).__name__}: {error}); the engine may be gone, or NCCL finds no way "
-                "between them: it has none between two processes on one GPU"
+                f"{self._timeout_s:g} ({type(error).__name__}: {error}); the engine may have exited, or NCCL finds no "
+                "connection: it cannot connect two processes on one GPU"
             ) from error
 
 
 def in_daemon(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-    """On a thread that nobody waits for when the run ends: a broadcast without a receiver never returns."""
+    """Runs the function on a daemon thread, which a run can leave: a broadcast without a receiver never returns."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
@@ -85,7 +89,7 @@ def in_daemon(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[A
             value = function(*arguments)
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop may be gone
+        with contextlib.suppress(RuntimeError):  # the loop may be closed already
             loop.call_soon_threadsafe(settle, value, failure)
 
     threading.Thread(target=run, daemon=True, name="nccl").start()
@@ -93,22 +97,21 @@ def in_daemon(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[A
 
 
 def check_devices(delivery: Delivery) -> None:
-    """What NCCL cannot carry, or would not reach."""
+    """Raises `InputError` if NCCL cannot transfer these weights or cannot reach the engine."""
     if delivery.policy.peft is not None:
-        raise InputError(
-            "sync.name = 'nccl' is for full weights; an adapter is small and goes by sync.name = 'adapter'"
-        )
-    if not getattr(delivery.engine, "transfer_ranks", 0):
+        raise InputError("sync.name = 'nccl' is for full weights; an adapter is small: use sync.name = 'adapter'")
+    engine: Any = delivery.engine
+    if not engine.traits.transfer_ranks:
         raise InputError(
             f"sync.name = 'nccl' does not reach {type(delivery.engine).__name__}: it is for vLLM with full weights on "
-            "GPUs of its own, in another process; valid: auto"
+            "its own GPUs, in another process; valid: auto"
         )
     if delivery.policy.device.type != "cuda":
-        raise InputError("sync.name = 'nccl' carries weights between GPUs, and the policy is on a CPU; valid: disk")
+        raise InputError("sync.name = 'nccl' sends weights between GPUs, but the policy is on a CPU; valid: disk")
 
 
 def update_info(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """What vLLM's workers must know before tensors come: names, kinds and shapes, in the order of the broadcasts."""
+    """What vLLM's workers need before the tensors arrive: names, dtypes and shapes, in the order of the broadcasts."""
     listed = list(weights)
     return {
         "names": [name for name, _ in listed],
@@ -118,7 +121,7 @@ def update_info(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def open_group(meeting: dict[str, Any], device: torch.device) -> Any:
-    """The trainer's side of the group, rank 0; vLLM's workers come after it."""
+    """The trainer's side of the group, rank 0; vLLM's workers have the ranks after it."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
@@ -129,7 +132,7 @@ def open_group(meeting: dict[str, Any], device: torch.device) -> Any:
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """One broadcast a tensor, in their order; returns when all have been sent."""
+    """One broadcast per tensor, in order; returns when all have been sent."""
     for tensor in tensors:
         with torch.cuda.device_of(tensor):
             group.broadcast(tensor, src=0)

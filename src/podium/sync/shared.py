@@ -1,7 +1,8 @@
 """Sync for an engine in the trainer's process.
 
-Full weights are the same memory, of which an engine on a CPU packs the large layers; an adapter is laid over the base
-in the engine's scratch copy; a snapshot engine copies. Each push is followed by the parity probe.
+With full weights, engine and trainer share the same memory; an engine on a CPU packs its large layers again. An
+adapter is added to the base weights in the engine's scratch copy. A snapshot engine copies all weights. The parity
+check follows each push.
 """
 
 from podium.sync._delivery import Delivery
@@ -15,7 +16,7 @@ class Shared:
         await self._delivery.once(version, self._carry)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Nothing to clean up."""
 
     async def _carry(self, version: int) -> None:
         await self._delivery.engine.load_weights(self._delivery.trainer.weights(), version)

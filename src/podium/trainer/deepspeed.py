@@ -1,43 +1,61 @@
-"""The trainer on DeepSpeed's ZeRO: optimizer and gradients spread over the ranks (2), or the weights too (3).
+"""The trainer on DeepSpeed's ZeRO: optimizer and gradients are sharded over the ranks (2), or the weights too (3).
 
-DeepSpeed reduces, partitions and steps; loss, batches, checks and the checkpoint are those of `single`. Its own
-checkpoint files are pickles and are never written: whole tensors go into Podium's one commit, by name, so a run goes on
-with another number of ranks, or with one.
+DeepSpeed reduces, partitions and steps; loss, batches, checks and the checkpoint are those of `single`. DeepSpeed's own
+checkpoint files are pickles and are never written. Whole tensors go into Podium's commit by name, so a run can continue
+with another number of ranks.
 """
 
+import inspect
 import logging
 import math
 import os
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.model.forward import Placed, policy_logprobs
+from podium.model.forward import PlacedBatch, policy_logprobs
 from podium.model.handoff import save_gathered
 from podium.model.load import Policy
 from podium.records import ReferenceSettings
 from podium.stages import Loss
-from podium.trainer._options import with_options_of
-from podium.trainer._ranks import sum_over_ranks
 from podium.trainer.single import Single
+from podium.trainer.update.ranks import sum_over_ranks
+
+C = TypeVar("C", bound=type)
+
+
+def with_options_of(other: type) -> Callable[[C], C]:
+    """A class decorator that adds the keyword-only arguments of `other` to the signature; `**options` receives them."""
+
+    def decorate(own: C) -> C:
+        signature = inspect.signature(own, eval_str=True)
+        mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        theirs = inspect.signature(other, eval_str=True).parameters.values()
+        names = {parameter.name for parameter in mine}
+        more = [p for p in theirs if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        own.__signature__ = signature.replace(parameters=[*mine, *more])  # type: ignore[attr-defined]
+        return own
+
+    return decorate
+
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 BEFORE_FIRST_PASS = {2: -1, 3: 0}
-"""DeepSpeed's `micro_step_id` before the first backward pass of a step, by stage: then gradients are not added."""
+"""DeepSpeed's `micro_step_id` before the first backward pass of a step, by stage: that pass overwrites gradients."""
 
 
 def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it calls by older names
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # it uses deprecated names
     try:
         import deepspeed
     except ImportError as error:
@@ -60,9 +78,9 @@ class Deepspeed(Single):
         shared_prefix: bool = False,
         *,
         zero: Annotated[
-            Literal[2, 3], Field(description="2: optimizer and gradients are spread over ranks; 3: the weights too")
+            Literal[2, 3], Field(description="2: optimizer and gradients are sharded over ranks; 3: the weights too")
         ] = 2,
-        offload: Annotated[bool, Field(description="the optimizer's state and step on the CPU")] = False,
+        offload: Annotated[bool, Field(description="keeps the optimizer's state and step on the CPU")] = False,
         **options: Any,
     ) -> None:
         if not dist.is_initialized():
@@ -71,7 +89,7 @@ class Deepspeed(Single):
             raise InputError("trainer.optimizer must be 'adamw' with trainer.name = 'deepspeed'")
         if reference is not None and (policy.peft is None or reference.alpha):
             raise InputError(
-                "model.reference: trainer.name = 'deepspeed' can take the initial model under LoRA only; use 'fsdp'"
+                "model.reference: trainer.name = 'deepspeed' supports only the initial model, with LoRA; use 'fsdp'"
             )
         self._zero, self._offload = zero, offload
         super().__init__(policy, loss, total_steps, reference, shared_prefix, **options)
@@ -87,7 +105,7 @@ class Deepspeed(Single):
         head = model.get_output_embeddings().weight
         if self._zero == 3:
             self._policy.separate_twin(keep=dist.get_rank() == 0)
-        model.forward = types.MethodType(policy_logprobs, model)  # what DeepSpeed wraps is what is trained
+        model.forward = types.MethodType(policy_logprobs, model)  # DeepSpeed wraps the forward pass that trains
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=list(self._parameters.values()),
@@ -109,13 +127,13 @@ class Deepspeed(Single):
         if self._zero == 3:
             from deepspeed.runtime.zero import register_external_parameter
 
-            register_external_parameter(model, head)  # read by our function, not by the head's own forward pass
+            register_external_parameter(model, head)  # our function reads it, not the head's own forward pass
 
-    def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return self._engine(placed, self._compute_dtype)
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """DeepSpeed takes the mean over ranks; a batch's loss is its share of the step, so shares must add up."""
+        """DeepSpeed averages over ranks, but a batch's loss is its share of the step, so shares must add up."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
@@ -123,7 +141,7 @@ class Deepspeed(Single):
         """Done in the backward pass."""
 
     def _clip_gradients(self) -> float:
-        """The norm only: DeepSpeed clips when it steps. Each rank has a part of the gradient."""
+        """Returns the norm only: DeepSpeed clips when it steps. Each rank has a part of the gradient."""
         parts = [part for group in self._optimizer.averaged_gradients.values() for part in group or ()]
         if not parts:  # offloaded
             from deepspeed.utils import safe_get_full_grad
@@ -140,9 +158,9 @@ class Deepspeed(Single):
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        """What DeepSpeed does itself with a step that it skips: the next backward pass overwrites every accumulator.
+        """Does what DeepSpeed itself does for a skipped step: the next backward pass overwrites every accumulator.
 
-        Otherwise its counter of backward passes goes on, and the next one adds to what this one has left.
+        Otherwise its counter of backward passes would advance, and the next pass would add to the old gradients.
         """
         optimizer = self._optimizer
         optimizer.zero_grad(set_to_none=True)
@@ -203,7 +221,7 @@ class Deepspeed(Single):
                     safe_set_full_optimizer_state(parameter, saved.to(self._policy.device), slot)
 
     def _make_room(self, step: float) -> None:
-        """The optimizer's slots, which it makes at its first step only."""
+        """Makes the optimizer's slots, which it would otherwise make at its first step."""
         names = {2: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
         for flat in getattr(self._optimizer, names[self._zero]):
             self._optimizer.optimizer.state[flat] = {
@@ -214,5 +232,5 @@ class Deepspeed(Single):
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _step_counts(self) -> list[torch.Tensor]:
-        """The optimizer's own, of the flat parameters that DeepSpeed made; none before the first update."""
+        """The optimizer's step counts, of the flat parameters that DeepSpeed made; none before the first update."""
         return [state["step"] for state in self._optimizer.optimizer.state.values() if "step" in state]

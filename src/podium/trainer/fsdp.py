@@ -1,7 +1,7 @@
-"""The trainer with its weights spread over the ranks: FSDP2, each rank holds a part of every weight and its optimizer.
+"""The trainer with weights sharded over the ranks by FSDP2: each rank holds a part of every weight and its optimizer.
 
-A layer's weights are gathered when the layer is reached and let go after it; gradients come back summed and cut. The
-checkpoint is the one of `single`, whole tensors by name, so a run goes on with another number of ranks, or with one.
+A layer's weights are gathered for its computation and released after it; gradients are reduced and sharded. The
+checkpoint is that of `single`, whole tensors by name, so a run can continue with another number of ranks.
 """
 
 import types
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from podium.errors import InputError
-from podium.model.forward import Placed, policy_logprobs
+from podium.model.forward import PlacedBatch, policy_logprobs
 from podium.model.handoff import save_gathered
 from podium.trainer.single import Single
 
@@ -38,15 +38,15 @@ class Fsdp(Single):
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)  # a batch's loss is its share of the step: shares add up
                 module.set_force_sum_reduction_for_comms(True)
-        # The decoder and the head are called by a function of ours; as a method of the root it gathers what is due.
+        # Our function calls the decoder and the head; as a method of the root it gathers the weights that it needs.
         model.policy_logprobs = types.MethodType(policy_logprobs, model)
         register_fsdp_forward_method(model, "policy_logprobs")
 
-    def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         model: Any = self._model
         made = model.policy_logprobs(placed, self._compute_dtype)
         if not torch.is_grad_enabled():
-            model.reshard()  # the root keeps its weights whole for the backward pass, and here none comes
+            model.reshard()  # the root keeps its weights whole for a backward pass, which does not follow here
         return made
 
     def save_model(self, folder: str) -> None:
@@ -58,11 +58,11 @@ class Fsdp(Single):
     def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return super()._part_for(parameter, whole)
-        # Every rank has the whole tensor and cuts its own part. If rank 0 sent the parts instead, ranks that load
-        # their tensors in different orders would get each other's.
+        # Every rank has the whole tensor and takes its own part. If rank 0 sent the parts instead, ranks that load
+        # their tensors in different orders would receive wrong ones.
         whole = whole.to(parameter.device)
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        return part.clone()  # or a part would keep the memory of the whole
+        return part.clone()  # otherwise the part would keep the memory of the whole
 
     def _sum_gradients(self) -> None:
-        """Done in the backward pass."""
+        """Nothing to do: the backward pass sums gradients."""

@@ -1,7 +1,7 @@
-"""The reference trainer: one device a process, LoRA or full weights, every rank with all parameters.
+"""The reference trainer: one device per process, LoRA or full weights, all parameters on every rank.
 
-In: the batches of a step. Out: what the update did. It is blind to the algorithm: advantages come with the tokens,
-the loss is handed to it. A loss or gradient that is not finite leaves the weights untouched and is counted.
+In: the batches of a step. Out: what the update did. The trainer does not know the algorithm: advantages come with the
+tokens, and the loss is passed in. A loss or gradient that is not finite does not change the weights and is counted.
 """
 
 import math
@@ -17,18 +17,23 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from podium.model.device_thread import on_device_thread
-from podium.model.forward import Placed, batch_of, head_weight, place, policy_logprobs
+from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy, refuse_other_weights
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
-from podium.trainer._checks import check_ids, check_shared_prefix
-from podium.trainer._optimizer import OptimizerName, load_optimizer_state, make_optimizer, optimizer_state
-from podium.trainer._ranks import sum_gradients, sum_over_ranks, together
-from podium.trainer._reference import Reference
-from podium.trainer._schedule import Schedule, rate_at
-from podium.trainer._step import gradients_of_update, halved, logprobs_by_rollout
+from podium.trainer.update.optimizer import (
+    OptimizerName,
+    Schedule,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    rate_at,
+)
+from podium.trainer.update.ranks import sum_gradients, sum_over_ranks, together
+from podium.trainer.update.reference import ReferencePolicy
+from podium.trainer.update.step import check_ids, check_shared_prefix, gradients_of_update, halved, logprobs_by_rollout
 
 OF_OLD_POLICY = ("mismatch/abs_mean", "mismatch/k1", "mismatch/k3", "mismatch/outside_share")
 """Metrics that compare the sampler with the policy before the first update of a step."""
@@ -36,12 +41,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Single:
-    """`total_steps` is the run's length, which a decaying learning rate is stretched over."""
+    """`total_steps` is the run's length, over which the learning rate decays."""
 
     is_sharded: ClassVar[bool] = False
-    """Whether a rank holds a part of each weight only; then an engine needs a copy of its own."""
+    """Whether a rank holds only a part of each weight; an engine then needs its own copy."""
     can_cut: ClassVar[bool] = True
-    """Whether a pass that ran out of memory can begin again, with smaller batches: not where passes ask other ranks."""
+    """Whether a pass that ran out of memory can start again with smaller batches; not if passes communicate."""
 
     def __init__(
         self,
@@ -50,34 +55,31 @@ class Single:
         total_steps: int = 1,
         reference: ReferenceSettings | None = None,
         shared_prefix: bool = False,
+        compile: bool | None = None,
         *,
         lr: Annotated[
-            float | None, Field(gt=0, description="learning rate; by default 1e-5 under LoRA, 1e-6 for full weights")
+            float | None, Field(gt=0, description="learning rate; default: 1e-5 with LoRA, 1e-6 for full weights")
         ] = None,
-        schedule: Annotated[Schedule, Field(description="of the learning rate, after the warm-up")] = "constant",
-        warmup_steps: Annotated[int, Field(ge=0, description="steps over which the rate rises to lr")] = 0,
+        schedule: Annotated[Schedule, Field(description="learning-rate schedule after the warm-up")] = "constant",
+        warmup_steps: Annotated[int, Field(ge=0, description="steps over which the learning rate rises to lr")] = 0,
         optimizer: Annotated[
             OptimizerName, Field(description="adamw_8bit keeps a quarter of the state; it needs bitsandbytes")
         ] = "adamw",
-        betas: Annotated[tuple[Beta, Beta], Field(description="AdamW's")] = (0.9, 0.999),
-        weight_decay: Annotated[float, Field(ge=0)] = 0.0,
-        max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are scaled down to it")] = 1.0,
+        betas: Annotated[tuple[Beta, Beta], Field(description="AdamW's decay rates of the two moments")] = (0.9, 0.999),
+        weight_decay: Annotated[float, Field(ge=0, description="AdamW's decoupled weight decay")] = 0.0,
+        max_grad_norm: Annotated[float, Field(gt=0, description="larger gradients are clipped to this norm")] = 1.0,
         epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
-        minibatches_per_step: Annotated[int, Field(ge=1, description="updates in one pass")] = 1,
+        minibatches_per_step: Annotated[int, Field(ge=1, description="updates per pass")] = 1,
         precision: Annotated[
             Literal["float32", "bfloat16"],
-            Field(description="of the matrix products; weights, logits, loss and optimizer stay as they are"),
+            Field(description="precision of matrix products; weights, logits, loss and optimizer are not affected"),
         ] = "float32",
         gradient_checkpointing: Annotated[
             bool | None,
-            Field(description="less memory, about a third more time; by default where batches would not fit otherwise"),
-        ] = None,
-        compile: Annotated[
-            bool | None,
-            Field(description="fuses the layers' kernels; by default on CUDA, where the first step waits for it"),
+            Field(description="less memory, about a third more time; default: only if batches would not fit otherwise"),
         ] = None,
     ) -> None:
-        assert lr is not None, "resolved by the settings"
+        assert lr is not None, "the settings resolve it"
         self._policy, self._model, self._loss = policy, policy.model, loss
         self._spread_weights()
         self._max_grad_norm, self._epochs = max_grad_norm, epochs_per_batch
@@ -89,18 +91,20 @@ class Single:
         )
         self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
         self._reference = (
-            None if reference is None else Reference(self._snapshot, policy.peft, self._parameters, **asdict(reference))
+            None
+            if reference is None
+            else ReferencePolicy(self._snapshot, policy.peft, self._parameters, **asdict(reference))
         )
         self._shared_prefix = shared_prefix
         self._is_prefix_checked = not shared_prefix
         self._num_steps = 0
         """Steps that made at least one update."""
         self._halvings = 0
-        """How often batches are cut in two because they did not fit into memory; it orders float sums."""
+        """How often batches are halved because they did not fit into memory; it affects the order of float sums."""
         if gradient_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.enable_input_require_grads()
-        if is_compiled(self._model, compile):
+        if is_compiled(self._model) if compile is None else compile:
             compile_layers(self._model)
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
@@ -120,7 +124,7 @@ class Single:
         return {name: self._whole(t.detach()).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The weights of a state, and nothing else of it."""
+        """Loads only the weights of a state."""
         self._check_shapes(tensors)
         self._put_weights(tensors)
 
@@ -131,14 +135,14 @@ class Single:
         if self._reference:
             self._reference.load_state(tensors, self._part_for)
         self._num_steps = int(tensors["num_steps"])
-        self._halvings = int(tensors.get("halvings", 0))  # checkpoints written before it was kept have none
+        self._halvings = int(tensors.get("halvings", 0))  # older checkpoints do not have it
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
         self._policy.save(folder)
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
-        """What is trained and what the optimizer keeps of it, by name."""
+        """The trained weights and the optimizer's state, by name."""
         weights = {f"weights.{name}": parameter for name, parameter in self._parameters.items()}
         return weights | dict(optimizer_state(self._optimizer, self._parameters))
 
@@ -152,38 +156,37 @@ class Single:
         load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
 
     def _check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The weights of a state are those that this model trains."""
-        saved = {name.removeprefix("weights."): t.shape for name, t in tensors.items() if name.startswith("weights.")}
-        refuse_other_weights(saved, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
+        """Raises `CheckpointError` unless the state holds the weights that this model trains."""
+        refuse_other_weights(tensors, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
 
     def _spread_weights(self) -> None:
-        """Before the optimizer is made; here every rank keeps them whole."""
+        """Shards the weights before the optimizer is made; this trainer keeps them whole on every rank."""
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All of a tensor of which this rank may hold a part; every rank asks for it."""
+        """The whole of a tensor of which this rank may hold a part; every rank must call it."""
         return tensor
 
     def _shape(self, parameter: torch.Tensor) -> torch.Size:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return parameter.shape
 
     def _part_for(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """What of a whole tensor this rank holds, given the parameter that it belongs to."""
+        """The part of a whole tensor that this rank holds, given its parameter."""
         return whole.to(parameter.device)
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """`is_last`: no other batch of this update follows."""
+        """`is_last`: this is the last batch of the update."""
         loss.backward()
 
     def _sum_gradients(self) -> None:
         sum_gradients(self._model.parameters())
 
     def _clip_gradients(self) -> float:
-        """The gradient's norm over all of them, before it was clipped."""
+        """Clips the gradient and returns its norm before clipping."""
         return float(self._whole(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)))
 
     def _apply_gradients(self, is_finite: bool) -> None:
-        """The optimizer's step, or none."""
+        """Makes the optimizer's step, or none if the gradient is not finite."""
         if is_finite:
             self._optimizer.step()
 
@@ -194,7 +197,7 @@ class Single:
         self._optimizer.param_groups[0]["lr"] = lr
         prepared = self._prepare(batches)
         parts = [list(part) for _, part in groupby(prepared, key=lambda placed: placed.batch.minibatch)]
-        # Passes by the policy as it was: those of the first epoch where a snapshot of it was taken, else of one update.
+        # Passes of the old policy: the whole first epoch if its logprobs were saved, else only the first update.
         by_old_policy = len(parts) if prepared[0].batch.old_logprobs is not None else 1
         first_passes: list[tuple[Batch, torch.Tensor]] = []
         updates = [
@@ -220,8 +223,8 @@ class Single:
             policy_logprobs=logprobs_by_rollout(first_passes),
         )
 
-    def _pack_metrics(self, prepared: Sequence[Placed]) -> dict[str, float]:
-        """Over all ranks; a spare batch, which only keeps a rank in step, does not count."""
+    def _pack_metrics(self, prepared: Sequence[PlacedBatch]) -> dict[str, float]:
+        """Sums over all ranks; an empty batch, which only keeps a rank in step, does not count."""
         trained = [placed for placed in prepared if len(placed.row.loss_places)]
         passes = sum(len(halved(placed.batch, self._halvings)) for placed in trained)
         tokens = sum(len(placed.row.token_ids) for placed in trained)
@@ -229,9 +232,9 @@ class Single:
         return dict(zip(("pack/batches", "pack/tokens"), map(float, counts.tolist()), strict=True))
 
     def _check_prefix(self, batch: Batch) -> bool:
-        """Done once, with the first batch that has something to share.
+        """Runs once, on the first batch that has a prompt to share.
 
-        Rounding in bfloat16 hides small errors, so the small copy of the model is asked first, in float32.
+        Rounding in bfloat16 hides small errors, so the small float32 copy of the model is checked first.
         """
 
         def logprobs_of(batch: Batch, shared_prefix: bool) -> torch.Tensor:
@@ -241,11 +244,12 @@ class Single:
             check_shared_prefix(partial(_logprobs_of_small, small), batch, small.dtype)
         return check_shared_prefix(logprobs_of, batch, self._compute_dtype or self._model.dtype)
 
-    def _place(self, batch: Batch) -> Placed:
+    def _place(self, batch: Batch) -> PlacedBatch:
         return place(batch, self._policy.device, shared_prefix=self._shared_prefix)
 
-    def _prepare(self, batches: Sequence[Batch]) -> list[Placed]:
-        """What must be checked, or frozen, before the first update: old logprobs, reference logprobs, advantages."""
+    def _prepare(self, batches: Sequence[Batch]) -> list[PlacedBatch]:
+        """Checks the batches, and computes what must not change after the first update: old logprobs, reference
+        logprobs, advantages."""
         device = self._policy.device
         together(partial(self._check, batches), device)
         placed = together(partial(self._placed, batches), device, asks_others=not self.can_cut)
@@ -253,17 +257,17 @@ class Single:
         return [replace(each, batch=batch) for each, batch in zip(placed, made, strict=True)]
 
     def _check(self, batches: Sequence[Batch]) -> None:
-        """The first look at a prefix asks no other rank: trainers whose passes do have no shared ones."""
+        """The check of shared prefixes does not communicate: trainers whose passes do have no shared prefixes."""
         for batch in batches:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
 
-    def _placed(self, batches: Sequence[Batch]) -> list[Placed]:
+    def _placed(self, batches: Sequence[Batch]) -> list[PlacedBatch]:
         placed = []
         takes_snapshot = self._has_several_updates and self._loss.takes_snapshot
         for batch in batches:
-            is_looked_at = takes_snapshot or self._reference is not None
-            parts = [self._place(part) for part in halved(batch, self._halvings)] if is_looked_at else []
+            needs_pass = takes_snapshot or self._reference is not None
+            parts = [self._place(part) for part in halved(batch, self._halvings)] if needs_pass else []
             frozen: dict[str, torch.Tensor] = {}
             if takes_snapshot:
                 frozen["old_logprobs"] = torch.cat([self._snapshot(part) for part in parts])
@@ -272,7 +276,7 @@ class Single:
             placed.append(self._place(batch).with_fields(**frozen))
         return placed
 
-    def _logprobs(self, placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return policy_logprobs(self._model, placed, self._compute_dtype)
 
     def _score(self, token_ids: list[int]) -> list[float]:
@@ -280,16 +284,16 @@ class Single:
         return self._snapshot(placed)[placed.row.loss_places].tolist()
 
     @torch.no_grad()
-    def _snapshot(self, placed: Placed) -> torch.Tensor:
-        """The policy's logprobs as they are now, `[T]`."""
+    def _snapshot(self, placed: PlacedBatch) -> torch.Tensor:
+        """The policy's current logprobs, `[T]`."""
         return self._logprobs(placed)[0]
 
-    def _update(self, batches: Sequence[Placed], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
-        """One optimizer step; a gradient that is not finite makes none. `passes` takes what the old policy gave."""
+    def _update(self, batches: Sequence[PlacedBatch], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+        """One optimizer step, skipped if the gradient is not finite. Appends the old policy's logprobs to `passes`."""
 
-        def logprobs_of(placed: Placed) -> tuple[torch.Tensor, torch.Tensor]:
+        def logprobs_of(placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
             logprobs, entropies = self._logprobs(placed)
-            if len(placed.row.loss_places):  # a spare batch has none
+            if len(placed.row.loss_places):  # an empty batch has none
                 old = placed.batch.old_logprobs
                 passes.append((placed.batch, logprobs.detach() if old is None else old))
             return logprobs, entropies
@@ -315,6 +319,6 @@ class Single:
 
 @torch.no_grad()
 def _logprobs_of_small(small: PreTrainedModel, batch: Batch, shared_prefix: bool) -> torch.Tensor:
-    """Of the small copy, whose vocabulary is small too."""
+    """Logprobs of the small copy, whose vocabulary is small too."""
     batch = replace(batch, token_ids=batch.token_ids % head_weight(small).shape[0])
     return policy_logprobs(small, place(batch, small.device, shared_prefix=shared_prefix))[0]

@@ -1,1 +1,0 @@
-"""What a pool is made of: its members, who sends to them, who watches them, who starts and ends them."""

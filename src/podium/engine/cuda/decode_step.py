@@ -1,0 +1,275 @@
+"""The decode step of the CUDA engine: one token more for each row of a batch, all of it on the device.
+
+The tokens drawn last go through a twin of the model whose attention reads the slots' cache; the next tokens are drawn
+and recorded, each row by its own sampling. On CUDA the layers are compiled and the step is captured as a CUDA graph for
+each batch size of the ladder, so the host only replays it; elsewhere it runs as it is written. Nothing in a step
+depends on a value that the host would have to wait for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from podium.engine.cuda.decode_attention import CACHES, NAME, DecodeRows
+from podium.engine.cuda.joined import apart, join_products
+from podium.engine.cuda.roster import ladder
+from podium.engine.decoding.sampling import Kind, RowSampling, block_masses, draw, draw_by_block, draw_likeliest
+from podium.model.device_thread import SHARED
+from podium.model.forward import head_weight, softcap
+from podium.model.fused import compile_layers, fused_on_cuda
+from podium.model.load import twin_of
+from podium.model.logprobs import logits_of
+from podium.records import Sampling
+
+CACHE_SHARE = 0.3
+"""Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
+COLUMN_STEP, STOP_STEP = 64, 8
+"""Room for tokens and for stop ids is made in steps, so that requests of about the same size use the same captured
+steps."""
+COMPILER = {"combo_kernels": True, "triton.autotune_pointwise": False}
+"""For batches of one token per row, whose kernels are short. Kernels that could run side by side become one (rotary
+embeddings of queries and of keys), and no kernel is chosen by timing it with cold caches, since here they are warm."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What there is room for at the same time."""
+
+    slots: int
+    columns: int
+    """Longest answer."""
+    prompts: int
+    prompt_columns: int
+    """Longest prompt."""
+    stops: int
+    """Most stop ids of a request."""
+
+    @classmethod
+    def fitting(
+        cls,
+        bytes_per_token: int,
+        vocabulary: int,
+        device_bytes: float,
+        *,
+        rollouts: int,
+        group: int,
+        concurrency: int,
+        longest: tuple[int, int],
+        stops: int,
+    ) -> Capacity:
+        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer.
+
+        `bytes_per_token` is what the keys and values of a token take.
+        """
+        prompt_columns, columns = (_in_steps(tokens, COLUMN_STEP) for tokens in longest)
+        made = []
+        for slots in ladder(min(rollouts, concurrency)):
+            prompts = -(-slots // group) * (1 if rollouts <= slots else 2)  # stragglers keep theirs while others begin
+            made.append(cls(slots, columns, max(2, prompts), prompt_columns, _in_steps(stops, STOP_STEP)))
+        budget = CACHE_SHARE * device_bytes
+        return next(
+            (each for each in reversed(made) if each.cache_bytes(bytes_per_token, vocabulary) <= budget), made[0]
+        )
+
+    def holds(self, other: Capacity) -> bool:
+        return all(mine >= theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+
+    def cache_bytes(self, bytes_per_token: int, vocabulary: int) -> int:
+        """Of keys and values, and of the logits of a step, twice: top-k and top-p make others of them."""
+        tokens = (self.slots + 1) * self.columns + self.prompts * self.prompt_columns
+        return tokens * bytes_per_token + 2 * 4 * self.slots * vocabulary
+
+
+def _in_steps(count: int, step: int) -> int:
+    return max(1, -(-count // step)) * step
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """One row per slot. The last row is a spare slot, for rows of a batch that nobody needs."""
+
+    sampling: RowSampling
+    seed: torch.Tensor
+    """int64"""
+    drawn: torch.Tensor
+    """int64, tokens of the answer so far; all except the last have gone through the model."""
+    finished: torch.Tensor
+    """bool"""
+    prompt: torch.Tensor
+    """int64, place of the prompt."""
+    prompt_length: torch.Tensor
+    """int64"""
+    ids: torch.Tensor
+    """int64 `[slots, columns]`, the answer; valid up to `drawn`."""
+    logprobs: torch.Tensor
+    """float32 `[slots, columns]`"""
+
+    @classmethod
+    def empty(cls, capacity: Capacity, device: torch.device) -> SlotState:
+        """All finished with one token drawn, so that any row can go through a step and change nothing."""
+        rows, columns = capacity.slots + 1, capacity.columns
+        numbers = {"seed": 0, "drawn": 1, "prompt": 0, "prompt_length": 1}
+        return cls(
+            RowSampling.of([Sampling(max_new_tokens=1)] * rows, device, capacity.stops),
+            **{name: torch.full((rows,), value, device=device) for name, value in numbers.items()},
+            finished=torch.ones(rows, dtype=torch.bool, device=device),
+            ids=torch.zeros(rows, columns, dtype=torch.long, device=device),
+            logprobs=torch.zeros(rows, columns, device=device),
+        )
+
+
+class DecodeStep:
+    """The twin of a model with room for `capacity`, and the steps captured so far."""
+
+    def __init__(self, model: PreTrainedModel, capacity: Capacity, compute_dtype: torch.dtype | None) -> None:
+        self.capacity, self.compute_dtype = capacity, compute_dtype or model.dtype
+        self._device = head_weight(model).device
+        self._is_autocast = compute_dtype is not None
+        self._model = twin_of(model)
+        join_products(self._model)
+        self._model.set_attn_implementation(NAME)
+        self.layers = attention_modules(self._model)
+        self._add_caches()
+        self.state = SlotState.empty(capacity, self._device)
+        self.prompt_states = torch.zeros(
+            capacity.prompts, head_weight(model).shape[1], dtype=self.compute_dtype, device=self._device
+        )
+        """The hidden state at each prompt's last token, from which first tokens are drawn."""
+        self.rows = torch.full((ladder(capacity.slots)[-1],), capacity.slots, device=self._device)
+        """The slots of the batch; a step of size n looks at the first n."""
+        self._head = torch.empty_like(head_weight(model), dtype=self.compute_dtype, requires_grad=False)
+        self.take_head()
+        self._graphs: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        if self._device.type == "cuda":
+            compile_layers(self._model, COMPILER)
+
+    def _add_caches(self) -> None:
+        """Keys and values of slots and prompts, on the modules that use them."""
+        size = self.capacity
+        for module in self.layers:
+            heads, head_dim = module.k_proj.out_features // module.head_dim, module.head_dim
+            shapes = {"slot": (size.slots + 1, size.columns), "prompt": (size.prompts, size.prompt_columns)}
+            for name in CACHES:
+                shape = (*shapes[name.partition("_")[0]], heads, head_dim)
+                module.register_buffer(
+                    name, torch.zeros(shape, dtype=self.compute_dtype, device=self._device), persistent=False
+                )
+
+    def take_head(self) -> None:
+        """The LM head's weights as they are now, in the step's precision."""
+        self._head.copy_(head_weight(self._model))
+
+    @torch.no_grad()
+    def faults(self, model: PreTrainedModel) -> list[str]:
+        """Where this reads other weights than those of `model`: elsewhere in memory, or an old copy of the head."""
+        own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        read = [*self._model.named_parameters(), *self._model.named_buffers()]
+        strange = [name for name, t in read if name.rpartition(".")[2] not in CACHES and t.data_ptr() not in own]
+        strange += apart(model)
+        faults = [f"captured decode steps read {name} elsewhere than the engine's model has it" for name in strange]
+        if not torch.equal(self._head, head_weight(model).to(self._head.dtype)):
+            faults.append("captured decode steps sample with an old copy of the LM head")
+        return faults
+
+    def run(self, size: int, kind: Kind) -> None:
+        """One token more for the first `size` rows."""
+        if self._device.type != "cuda":
+            self._step(size, kind)
+            return
+        if (size, kind) not in self._graphs:
+            self._graphs[size, kind] = self._capture(size, kind)
+        self._graphs[size, kind].replay()
+
+    def draw_first(self, slots: torch.Tensor, kind: Kind) -> None:
+        """The first token of each of these slots, whose prompts have been computed."""
+        logits = self._logits(self.prompt_states[self.state.prompt[slots]])
+        self._draw_and_record(logits, slots, kind, is_compiled=False)
+
+    def _capture(self, size: int, kind: Kind) -> torch.cuda.CUDAGraph:
+        """With spare rows: a captured step leaves every slot as it was. No training meanwhile: compilers and the
+        device's random numbers are for one thread at a time."""
+        kept = self.rows.clone()
+        self.rows.fill_(self.capacity.slots)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with SHARED.busy:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for each in (size,) if self._graphs else (len(self.rows), size):  # tuned for the largest batch
+                    for _ in range(2):  # compiles what is not compiled yet
+                        self._step(each, kind)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._step(size, kind)
+        self._pool = graph.pool()  # steps run one after the other, so they share their memory
+        self.rows.copy_(kept)
+        return graph
+
+    def _step(self, size: int, kind: Kind) -> None:
+        rows, state = self.rows[:size], self.state
+        lengths = state.drawn[rows] - 1
+        where = DecodeRows(rows, lengths, state.prompt[rows], state.prompt_length[rows])
+        with torch.autocast(self._device.type, dtype=self.compute_dtype, enabled=self._is_autocast):
+            hidden = self._model.get_decoder()(
+                input_ids=state.ids[rows, lengths][:, None],
+                position_ids=(where.prompt_lengths + lengths)[:, None],
+                attention_mask=None,
+                use_cache=False,
+                decode=where,
+            ).last_hidden_state[:, -1]
+        self._draw_and_record(self._logits(hidden), rows, kind, is_compiled=True)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_of(hidden.to(self.compute_dtype), self._head, softcap(self._model))
+
+    def _draw_and_record(self, logits: torch.Tensor, slots: torch.Tensor, kind: Kind, *, is_compiled: bool) -> None:
+        seeds, indices = self.state.seed[slots], self.state.drawn[slots]
+        how = self.state.sampling.select(slots)
+        if kind == "greedy":
+            ids, logprobs = (_fused_likeliest if is_compiled else draw_likeliest)(logits)
+        elif kind == "plain":
+            by_block = _fused_by_block if is_compiled else draw_by_block
+            masses = (_fast_masses if is_compiled else block_masses)(logits, how.temperature)
+            ids, logprobs = by_block(logits, masses, seeds, indices, how.temperature)
+        else:
+            ids, logprobs = draw(logits, seeds, indices, how, kind)
+        add = _fused_record if is_compiled else record
+        add(ids, logprobs, how.stop_ids, slots, how.limit, *_written(self.state))
+
+
+def record(ids, logprobs, stop_ids, slots, limit, drawn, finished, all_ids, all_logprobs) -> None:
+    """Adds the drawn tokens to the answers that have not ended, and ends those that stop or are full."""
+    was_finished, count = finished[slots], drawn[slots]
+    place = count - was_finished.long()  # an answer that has ended gets its last token again
+    all_ids[slots, place] = torch.where(was_finished, all_ids[slots, place], ids)
+    all_logprobs[slots, place] = torch.where(was_finished, all_logprobs[slots, place], logprobs)
+    drawn[slots] = place + 1
+    finished[slots] = was_finished | (ids[:, None] == stop_ids).any(-1) | (place + 1 >= limit)
+
+
+_fused_record = fused_on_cuda(record)
+_fused_by_block = fused_on_cuda(draw_by_block)
+_fused_likeliest = fused_on_cuda(draw_likeliest)
+
+
+def _fast_masses(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    if not logits.is_cuda:
+        return block_masses(logits, temperature)
+    from podium.engine.cuda.block_masses import block_masses_on_cuda  # needs Triton
+
+    return block_masses_on_cuda(logits, temperature)
+
+
+def _written(state: SlotState) -> tuple[torch.Tensor, ...]:
+    return state.drawn, state.finished, state.ids, state.logprobs
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    """Of the decoder, in the order of its layers."""
+    found = [module for module in model.get_decoder().modules() if hasattr(module, "k_proj")]
+    return sorted(found, key=lambda module: module.layer_idx)  # type: ignore[arg-type,return-value]

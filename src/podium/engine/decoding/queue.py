@@ -1,0 +1,157 @@
+"""Requests on their way from the event loop to the device thread, and answers on their way back.
+
+    generate ──► RequestQueue ──► decoder, on the device thread ──► answers ──► the calls that wait
+
+Requests that arrive in one turn of the event loop reach the decoder together and in their order, so the batches of a
+step do not depend on timing. A decoder runs for as long as it has work; the next request starts it again.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from podium.model.device_thread import DeviceThread
+from podium.records import Answer, FinishReason, Request
+from podium.stages import OnTokens
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is being answered."""
+
+    request: Request
+    answer: asyncio.Future[Answer] | None = None
+    """What the caller waits for; None where a decoder is asked directly."""
+    on_tokens: OnTokens | None = None
+    num_reported: int = 0
+    """Tokens that `on_tokens` has received."""
+    is_cancelled: bool = False
+    """Set by the event loop; the decoder then frees what the job occupies."""
+    first_version: int = 0
+    """Of the weights that wrote the first token."""
+
+    def ended(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> Answer:
+        """`version` is that of the weights that wrote the last token."""
+        reason: FinishReason = "stop" if ids[-1] in self.request.sampling.stop_ids else "length"
+        return Answer(tuple(ids), tuple(logprobs), reason, (self.first_version, version))
+
+
+Outcome = tuple[Job, "Answer | list[int]"]
+"""A job and its answer, or its tokens so far."""
+
+
+class Arrivals:
+    """Jobs and released names that the decoder has not seen. Filled by one thread and emptied by another."""
+
+    def __init__(self, jobs: Sequence[Job] = ()) -> None:
+        self._bursts: deque[list[Job]] = deque([list(jobs)] if jobs else [])
+        self._released: deque[str] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._bursts)
+
+    def add(self, burst: list[Job]) -> None:
+        self._bursts.append(burst)
+
+    def release(self, name: str) -> None:
+        self._released.append(name)
+
+    def take(self) -> list[Job]:
+        """The jobs that have arrived since the last call and are still wanted."""
+        found: list[Job] = []
+        while self._bursts:
+            found += [job for job in self._bursts.popleft() if not job.is_cancelled]
+        return found
+
+    def take_released(self) -> list[str]:
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def peek(self) -> list[Request]:
+        """The requests that wait, which stay."""
+        return [job.request for burst in tuple(self._bursts) for job in burst]
+
+
+class Decoder(Protocol):
+    """Writes the answers of jobs on the device thread."""
+
+    def run(self, arrivals: Arrivals) -> Iterator[list[Outcome]]:
+        """Decodes until no job is left, those included that arrive meanwhile. Yields often, so that other work of the
+        device thread gets its turn; weights may change between two items."""
+        ...
+
+
+class RequestQueue:
+    """`decode` runs a decoder over what has arrived."""
+
+    def __init__(self, thread: DeviceThread, decode: Callable[[Arrivals], Iterator[list[Outcome]]]) -> None:
+        self._thread, self._decode = thread, decode
+        self._arrivals = Arrivals()
+        self._burst: list[Job] = []
+        self._outstanding: set[Job] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def answer(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        """Waits for the answer. Cancelling this call cancels the request."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier event loop left is of no use to anybody
+            self._loop, self._burst, self._outstanding, self._arrivals = loop, [], set(), Arrivals()
+        job = Job(request, loop.create_future(), on_tokens)
+        self._outstanding.add(job)
+        self._burst.append(job)
+        if len(self._burst) == 1:
+            loop.call_soon(self._send_burst)
+        assert job.answer is not None
+        try:
+            return await job.answer
+        finally:
+            job.is_cancelled = True  # no effect on a job that has ended
+            self._outstanding.discard(job)
+
+    def release(self, name: str) -> None:
+        self._arrivals.release(name)
+
+    def _send_burst(self) -> None:
+        burst, self._burst = self._burst, []
+        self._arrivals.add(burst)
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Runs the decoder until nothing is left, and hands out what it makes."""
+        try:
+            while self._arrivals:
+                async with aclosing(self._thread.made_ahead(self._decode(self._arrivals))) as items:
+                    async for outcomes in items:
+                        for job, found in outcomes:
+                            _report(job, found)
+        except Exception as error:
+            for job in tuple(self._outstanding):
+                if job.answer is not None and not job.answer.done():
+                    job.answer.set_exception(error)
+            self._arrivals.take()
+
+
+def _report(job: Job, found: Answer | list[int]) -> None:
+    ids = found.token_ids if isinstance(found, Answer) else found
+    if job.answer is None or job.answer.done():
+        return
+    try:
+        if job.on_tokens is not None and len(ids) > job.num_reported:
+            new, job.num_reported = ids[job.num_reported :], len(ids)
+            job.on_tokens(new)
+    except Exception as error:  # the listener's own; other jobs go on
+        job.answer.set_exception(error)
+        return
+    if isinstance(found, Answer):
+        job.answer.set_result(found)
+
+
+def decode_now(decoder: Decoder, requests: Sequence[Request]) -> list[Answer]:
+    """The answers, written in the calling thread."""
+    jobs = [Job(request) for request in requests]
+    found = {job: answer for outcomes in decoder.run(Arrivals(jobs)) for job, answer in outcomes}
+    return [answer for job in jobs if isinstance(answer := found.get(job), Answer)]

@@ -1,0 +1,196 @@
+"""One stepping loop over vLLM for all requests.
+
+In: requests, at any time. Out: the final output of each, with the policy versions of its first and last token. All work
+is done on the device thread, one step at a time, so new weights come between two steps: a request under LoRA keeps the
+adapter that it began with; a request under full weights goes on with the new weights. An adapter is dropped once no
+request uses it.
+"""
+
+import asyncio
+import itertools
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podium.errors import EngineError
+from podium.model.device_thread import on_device_thread
+from podium.stages import OnTokens
+
+
+@dataclass(frozen=True)
+class Served:
+    """The weights that new requests get."""
+
+    version: int
+    salt: str
+    """Of the prefix cache: another for each load, so that no request is written from older weights' keys."""
+    adapter: Any = None
+    """vLLM's LoRA request; None for full weights."""
+    own_folder: bool = False
+    """Whether the adapter's folder was written for vLLM and goes with it."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that waits for vLLM, or that vLLM works on."""
+
+    name: str
+    token_ids: Sequence[int]
+    parameters: Any
+    """vLLM's sampling parameters."""
+    finished: asyncio.Future[tuple[Any, tuple[int, int]]]
+    """vLLM's final output, and the versions of its first and last token."""
+    on_tokens: OnTokens | None = None
+    num_told: int = 0
+    """Tokens that `on_tokens` has received."""
+    served: Served | None = None
+    """The weights that the request began with; None before vLLM has it."""
+    first_version: int | None = None
+    """Of its first token, once the weights have changed after it; None: there was no change since."""
+
+    def settle(self, outcome: Any) -> None:
+        """In the event loop, with an output of vLLM, or the final output and its versions, or an error."""
+        if self.finished.done():
+            return
+        if isinstance(outcome, Exception):
+            self.finished.set_exception(outcome)
+            return
+        output, versions = outcome
+        try:
+            self._tell(output.outputs[0].token_ids)
+        except Exception as error:  # the listener's own, and nobody else's
+            self.finished.set_exception(error)
+            return
+        if versions is not None:
+            self.finished.set_result((output, versions))
+
+    def _tell(self, ids: Sequence[int]) -> None:
+        if self.on_tokens is not None and len(ids) > self.num_told:
+            self.on_tokens(list(ids[self.num_told :]))
+            self.num_told = len(ids)
+
+
+class SharedSteps:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._served = Served(version=0, salt="base")
+        self._new: deque[Pending] = deque()
+        """Requests that the next step gives to vLLM."""
+        self._pending: dict[str, Pending] = {}
+        """Requests that vLLM works on."""
+        self._retired: list[Served] = []
+        """Adapters that only requests under way still use."""
+        self._count = itertools.count()
+        self._stepping: asyncio.Task[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._pending or self._new)
+
+    @property
+    def served(self) -> Served:
+        return self._served
+
+    async def output(
+        self, token_ids: Sequence[int], parameters: Any, on_tokens: OnTokens | None = None
+    ) -> tuple[Any, tuple[int, int]]:
+        """vLLM's final output and the versions of its first and last token. Cancelling the call aborts the request; a
+        step that fails is an error of every request. `on_tokens` needs outputs of the cumulative kind."""
+        finished = asyncio.get_running_loop().create_future()
+        pending = Pending(str(next(self._count)), token_ids, parameters, finished, on_tokens)
+        self._new.append(pending)
+        self._keep_stepping()
+        try:
+            return await finished
+        except BaseException:
+            await on_device_thread(self._abort, pending)
+            raise
+
+    def serve(self, served: Served) -> None:
+        """On the device thread: requests added from now on get these weights, which vLLM holds already."""
+        for name in self._started():
+            pending = self._pending[name]
+            pending.first_version = self._served.version if pending.first_version is None else pending.first_version
+        if self._served.adapter is not None:
+            self._retired.append(self._served)
+        self._served = served
+        self._drop_unused()
+
+    def _started(self) -> list[str]:
+        """Pending requests that have a token, or are in a step whose tokens vLLM has not handed out yet."""
+        running = {request.request_id for request in self._engine.engine_core.engine_core.scheduler.running}
+        states = self._engine.output_processor.request_states
+        started = {s.external_req_id for name, s in states.items() if name in running or not s.is_prefilling}
+        return [name for name in self._pending if name in started]
+
+    def _abort(self, pending: Pending) -> None:
+        if pending in self._new:
+            self._new.remove(pending)
+        if self._pending.pop(pending.name, None) is not None:
+            self._engine.abort_request([pending.name])
+            self._drop_unused()
+
+    def _keep_stepping(self) -> None:
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+
+    async def _step_until_idle(self) -> None:
+        try:
+            while self.is_busy:
+                for pending, outcome in await on_device_thread(self._step):
+                    pending.settle(outcome)
+        except BaseException as error:
+            for pending in (*self._new, *self._pending.values()):
+                pending.settle(EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
+            if not isinstance(error, Exception):
+                raise
+
+    def _step(self) -> list[tuple[Pending, Any]]:
+        """What one step of vLLM gave, for the event loop to hand out."""
+        outcomes = self._add_new()
+        for output in self._engine.step():
+            pending = self._pending.get(output.request_id)
+            if pending is None:
+                continue
+            if output.finished:
+                del self._pending[output.request_id]
+                outcomes.append((pending, (output, self._versions(pending))))
+            else:
+                outcomes.append((pending, (output, None)))
+        self._drop_unused()
+        return outcomes
+
+    def _add_new(self) -> list[tuple[Pending, Any]]:
+        """Gives vLLM what is new. A request that vLLM refuses fails alone."""
+        refused: list[tuple[Pending, Any]] = []
+        while self._new:
+            pending = self._new.popleft()
+            prompt = {"prompt_token_ids": list(pending.token_ids), "cache_salt": self._served.salt}
+            try:
+                self._engine.add_request(pending.name, prompt, pending.parameters, lora_request=self._served.adapter)
+            except Exception as error:
+                refused.append((pending, error))
+            else:
+                pending.served, self._pending[pending.name] = self._served, pending
+        return refused
+
+    def _versions(self, pending: Pending) -> tuple[int, int]:
+        assert pending.served is not None
+        if pending.served.adapter is not None:
+            return pending.served.version, pending.served.version
+        now = self._served.version
+        return now if pending.first_version is None else pending.first_version, now
+
+    def _drop_unused(self) -> None:
+        """Takes out retired adapters that no request uses, with the folders that were written for them."""
+        if not self._retired:
+            return
+        used = {id(pending.served) for pending in self._pending.values()}
+        for served in [served for served in self._retired if id(served) not in used]:
+            self._retired.remove(served)
+            if served.adapter.lora_int_id != getattr(self._served.adapter, "lora_int_id", None):
+                self._engine.remove_lora(served.adapter.lora_int_id)
+            if served.own_folder:
+                shutil.rmtree(served.adapter.lora_path, ignore_errors=True)

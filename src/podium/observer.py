@@ -1,0 +1,215 @@
+"""What the loops tell as they run: one object for timing, the event log, the watchdog and stop requests.
+
+    loop ──► during("train", …), end("pack")   laps: the seconds of each stage add up to the wall time of a step
+         ──► writing(groups, prompts)          the engine works while a group is missing; a stop request breaks it off
+         ──► scored(groups)                    which prompts still wait for their rewards
+
+The events are lines of events.jsonl: `sampling` (prompts were sent), `group` (one came back whole), `training` and
+`trained`, `pushed` (an engine took new weights and proved it). Tests and people read from them what overlapped and in
+which order. An observer without arguments only measures time, which is all that a test or a simulation needs.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from podium.errors import RunStopped
+from podium.records import Batch, Group, Prompt, UpdateResult
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+"""Longest wait for a group before the observer asks again whether the run should stop."""
+STAGES = {"eval": "evaluation"}
+"""Laps that the watchdog names in full."""
+
+
+class Observer:
+    """`stop_requested`: whether a signal asked the run to stop. `engine_version`: of the weights that the engine holds.
+    `channel`: the name of the sync channel, for the event log."""
+
+    def __init__(
+        self,
+        *,
+        event: Callable[..., None] = lambda kind, **details: None,
+        stop_requested: Callable[[], bool] | None = None,
+        engine_version: Callable[[], int | None] = lambda: None,
+        channel: str = "",
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.event = event
+        self._stop_requested, self._engine_version, self._channel = stop_requested, engine_version, channel
+        self._now = now
+        self._may_break_off = False
+        self.stage, self.moved_at = "start", now()
+        """What the run is doing, and when it last made progress. The watchdog reads both."""
+        self.unwritten: set[int] = set()
+        """Ordinals of the prompts whose rollouts are missing."""
+        self.unscored: set[int] = set()
+        """Ordinals of the prompts whose rollouts are there and whose rewards are missing."""
+        self.num_writing = 0
+        """Prompts whose rollouts are being written."""
+        self.start_laps()
+
+    def stop_requested(self) -> bool:
+        """Whether the run should end at the next safe point."""
+        return self._stop_requested is not None and self._stop_requested()
+
+    def at(self, stage: str) -> None:
+        """The run makes progress, and it is at this stage."""
+        self.stage, self.moved_at = stage, self._now()
+
+    def start_laps(self) -> None:
+        """The first lap begins now; the seconds before it belong to no step."""
+        self._lap_began = self._looked = self._now()
+        self._laps: dict[str, float] = defaultdict(float)
+        self._engine_in_lap = 0.0
+        self._engine: dict[str, float] = defaultdict(float)
+        """Seconds in which the engine was at work, by the lap in which they fell."""
+
+    def start_window(self) -> None:
+        """Until the next training step a stop request breaks sampling off: no trained step would be lost."""
+        self._may_break_off = self._stop_requested is not None
+
+    def end(self, stage: str) -> None:
+        """The lap since the previous one was of this stage."""
+        self._look()
+        self._laps[stage] += self._looked - self._lap_began
+        self._engine[stage] += self._engine_in_lap
+        self._lap_began, self._engine_in_lap = self._looked, 0.0
+
+    async def during(self, stage: str, work: Awaitable[T]) -> T:
+        """Awaits the work of a stage; its end is the end of a lap."""
+        name = STAGES.get(stage, stage)
+        self.at(name)
+        result = await work
+        self.at(f"after {name}")
+        self.end(stage)
+        return result
+
+    async def training(
+        self, train: Callable[[Sequence[Batch]], Awaitable[UpdateResult]], batches: Sequence[Batch]
+    ) -> UpdateResult:
+        """Trains one step. From here on a stop request waits for the end of the window."""
+        self._may_break_off = False
+        self.event("training", batches=len(batches))
+        started = self._now()
+        result = await self.during("train", train(batches))
+        self.event("trained", updated=result.updated, seconds=self._now() - started)
+        return result
+
+    async def pushing(self, work: Awaitable[None]) -> None:
+        """Awaits a push of weights, which does nothing where the engine holds them already."""
+        before, started = self._engine_version(), self._now()
+        await self.during("sync", work)
+        version = self._engine_version()
+        if version != before:
+            seconds = self._now() - started
+            self.event("pushed", policy_version=version, channel=self._channel, seconds=seconds)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by stage since they were taken last, and what they say of the two sides."""
+        laps, engine = self._laps, self._engine
+        self._laps, self._engine = defaultdict(float), defaultdict(float)
+        at_work = sum(engine.values())
+        sides = {
+            "trainer_waits": laps.get("rollout", 0.0),
+            "engine": at_work,
+            "engine_waits": sum(laps.values()) - at_work,
+            "overlapped": engine.get("train", 0.0),
+        }
+        return {**laps, **sides}
+
+    def writing(self, groups: AsyncIterator[Group], prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
+        """The same groups; from now on the engine writes those of `prompts`.
+
+        Raises `RunStopped` where a stop request breaks sampling off.
+        """
+        self._change(len(prompts))
+        return self._as_they_come(groups, prompts)
+
+    async def scored(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+        """The same groups, whose rewards are known. A group is unscored until it is passed on, after those before."""
+        async for group in groups:
+            self.unscored.discard(group.prompt.ordinal)
+            self.moved_at = self._now()
+            yield group
+
+    async def _as_they_come(self, groups: AsyncIterator[Group], prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
+        missing, ordinals = len(prompts), [prompt.ordinal for prompt in prompts]
+        self.at("rollout")
+        self.unwritten |= set(ordinals)
+        self.event("sampling", ordinals=ordinals)
+        try:
+            async for group in self._until_stopped(groups) if self._may_break_off else groups:
+                self._change(-1)
+                missing -= 1
+                self._note(group)
+                yield group
+        finally:
+            self._change(-missing)
+
+    def _note(self, group: Group) -> None:
+        """A group came back; one without rollouts is a prompt that the engine failed at in every try."""
+        ordinal = group.prompt.ordinal
+        if group.rollouts:
+            newest = max(rollout.policy_version_max for rollout in group.rollouts)
+            self.event("group", ordinal=ordinal, policy_version=[group.oldest_version, newest])
+        else:
+            self.event("dropped_group", ordinal=ordinal, retries=group.num_retries)
+        self.at("rollout and reward")
+        self.unwritten.discard(ordinal)
+        self.unscored.add(ordinal)
+
+    async def _until_stopped(self, groups: Any) -> AsyncIterator[Group]:
+        async with aclosing(groups):
+            while (group := await self._next(groups)) is not None:
+                yield group
+
+    async def _next(self, groups: Any) -> Group | None:
+        """The next group; asked for in a task of its own, which is cancelled where nobody waits for it any more."""
+        coming = asyncio.ensure_future(anext(groups, None))
+        try:
+            while not coming.done():
+                if self._may_break_off and self.stop_requested():
+                    raise RunStopped
+                await asyncio.wait({coming}, timeout=POLL_S)
+            return coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                with suppress(asyncio.CancelledError):
+                    await coming
+
+    def _change(self, count: int) -> None:
+        self._look()
+        self.num_writing += count
+
+    def _look(self) -> None:
+        now = self._now()
+        if self.num_writing:
+            self._engine_in_lap += now - self._looked
+        self._looked = now
+
+
+async def eagerly(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same items, asked for while the ones before are still being used."""
+    queue: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def ask() -> None:
+        try:
+            async for item in items:
+                queue.put_nowait(item)
+        finally:
+            queue.put_nowait(None)
+
+    asking = asyncio.create_task(ask())
+    try:
+        while (item := await queue.get()) is not None:
+            yield item
+        await asking  # raises what ended it
+    finally:
+        asking.cancel()

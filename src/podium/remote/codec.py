@@ -1,0 +1,377 @@
+"""Any record as bytes or as JSON, and back. Nothing that arrives is ever executed.
+
+The fields of a dataclass say how it travels, so a new field is one edit. `encode` and `decode` use MessagePack: numbers
+in binary, tensors as type, shape and raw bytes. `to_json` and `from_json` use the same rules where text is needed. What
+arrives is validated against the declared types; anything else is a `CodecError` that names the field.
+
+Every field travels, and a missing or unknown field is refused: both ends run the same Podium, and a field that one end
+does not know would be dropped in silence. Computed fields travel too, so that the digests of an answer are those that
+its engine took. `Any` is plain data: what JSON gives back unchanged. NaN and infinities travel, since checks downstream
+report them, unless the field is `Finite`. A class with `to_dict` and `from_dict` travels as what these give and take.
+"""
+
+import base64
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from podium.errors import CodecError, InputError, PodiumError
+from podium.records import FINITE
+
+T = TypeVar("T")
+PIECE_BYTES = 1 << 30
+"""Longest run of raw bytes in a message. MessagePack allows 4 GiB, and a tensor may have more."""
+AS_JSON = b"\xc1"
+"""First byte of a message whose rest is JSON. MessagePack never uses this byte and has neither lone surrogates nor
+integers beyond 64 bits."""
+DTYPES = ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+DTYPES += ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+
+
+def encode(value: Any, kind: Any = None) -> bytes:
+    """`kind` is the type that the receiver decodes; by default that of the value. An `InputError` where it holds what
+    cannot travel."""
+    kind = type(value) if kind is None else kind
+    try:
+        return _ENCODER.encode(_packed(value, kind, is_text=False))
+    except (UnicodeEncodeError, OverflowError):
+        return AS_JSON + to_json(value, kind).encode()
+    except RecursionError:
+        raise InputError(f"{_name(kind)}: nested too deeply to be sent") from None
+
+
+def decode(kind: type[T] | Any, content: Any) -> T:
+    """`content` is bytes or any other buffer. Views in the record refer to it; tensors are copies."""
+    view = memoryview(content)
+    if view[:1] == AS_JSON:
+        return from_json(kind, bytes(view[1:]))
+    try:
+        return _unpacked(_decoder(kind).decode(view), kind, is_text=False)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
+
+
+def to_json(value: Any, kind: Any = None) -> str:
+    try:
+        return json.dumps(to_plain(value, kind), default=_plain_container)
+    except RecursionError:
+        raise InputError(f"{_name(kind or type(value))}: nested too deeply to be sent") from None
+
+
+def from_json(kind: type[T] | Any, text: str | bytes) -> T:
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
+    return from_plain(kind, plain)
+
+
+def to_plain(value: Any, kind: Any = None) -> Any:
+    """What `to_json` writes, for a larger text that others put together."""
+    return _packed(value, type(value) if kind is None else kind, is_text=True)
+
+
+def from_plain(kind: type[T] | Any, plain: Any) -> T:
+    try:
+        wire = msgspec.convert(plain, _form(kind, True).wire)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
+    return _unpacked(wire, kind, is_text=True)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How values of one type travel."""
+
+    wire: Any
+    """The type that msgspec validates."""
+    pack: Callable[[Any], Any] | None = None
+    """From a value to what is written; None: as it is."""
+    unpack: Callable[[Any], Any] | None = None
+    """From the validated `wire` to a value; None: as it is."""
+
+
+class _Refused(Exception):
+    """A value that cannot travel or must not arrive, with the path of its field. The path begins at the innermost
+    record that has a label, such as a prompt."""
+
+    label = ""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.path = reason, ""
+
+    def inside(self, step: str) -> "_Refused":
+        if not self.label:
+            self.path = step + self.path
+        return self
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.label, self.path.lstrip("."), self.reason) if part)
+
+
+class _RawTensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: Literal[DTYPES]  # type: ignore[valid-type]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data: tuple[memoryview, ...]
+
+
+class _TextTensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: Literal[DTYPES]  # type: ignore[valid-type]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data: tuple[bytes, ...]
+    """Base64."""
+
+
+class _Torch:
+    """Stands for torch in the annotations of records, which do not import it."""
+
+    class Tensor: ...
+
+
+def _packed(value: Any, kind: Any, is_text: bool) -> Any:
+    pack = _form(kind, is_text).pack
+    try:
+        return value if pack is None else pack(value)
+    except _Refused as refused:
+        raise InputError(str(refused)) from None
+
+
+def _unpacked(wire: Any, kind: Any, is_text: bool) -> Any:
+    unpack = _form(kind, is_text).unpack
+    try:
+        return wire if unpack is None else unpack(wire)
+    except PodiumError:
+        raise  # such as settings that are refused
+    except (_Refused, ValueError, TypeError, OverflowError) as error:
+        raise CodecError(f"{_name(kind)}: {error}") from None
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(_form(kind, False).wire)
+
+
+def _plain_container(value: Any) -> Any:
+    """What msgspec and json do not write by themselves: mappings other than dict, and subclasses of numbers."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    for plain in (float, int, str):
+        if isinstance(value, plain):
+            return plain(value)
+    raise InputError(f"{value!r:.80} of type {type(value).__name__} cannot be sent to another process")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_container)
+
+
+@cache
+def _form(kind: Any, is_text: bool) -> _Form:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _Form(float, None, _finite) if FINITE in arguments[1:] else _form(arguments[0], is_text)
+    if origin in (Union, types.UnionType):
+        return _union(arguments, is_text)
+    if kind is Any:
+        return _Form(Any, _plain)
+    if origin in (tuple, list, Sequence):
+        return _sequence(origin, arguments, is_text)
+    if origin in (dict, Mapping):
+        return _mapping(arguments[0], arguments[1], is_text)
+    if kind is _Torch.Tensor or (kind.__module__, getattr(kind, "__name__", "")) == ("torch", "Tensor"):
+        return _tensor(is_text)
+    if hasattr(kind, "from_dict"):
+        return _Form(dict[str, Any], lambda value: _plain(value.to_dict()), kind.from_dict)
+    return _record(kind, is_text) if is_dataclass(kind) else _Form(kind)
+
+
+def _record(kind: Any, is_text: bool) -> _Form:
+    hints = typing.get_type_hints(kind, localns={"torch": _Torch}, include_extras=True)
+    forms = {field.name: _form(hints[field.name], is_text) for field in fields(kind)}
+    struct = msgspec.defstruct(
+        kind.__name__, [(name, form.wire) for name, form in forms.items()], forbid_unknown_fields=True
+    )
+    packs = [(name, form.pack) for name, form in forms.items() if form.pack is not None]
+    unpacks = [(name, form.unpack) for name, form in forms.items() if form.unpack is not None]
+    names = tuple(forms)
+
+    def pack(record: Any) -> dict[str, Any]:
+        written = {name: getattr(record, name) for name in names}
+        for name, pack_field in packs:
+            try:
+                written[name] = pack_field(written[name])
+            except _Refused as refused:
+                refused.inside(f".{name}").label = refused.label or getattr(record, "label", "")
+                raise
+        return written
+
+    def unpack(wire: Any) -> Any:
+        values = {name: getattr(wire, name) for name in names}
+        for name, unpack_field in unpacks:
+            try:
+                values[name] = unpack_field(values[name])
+            except _Refused as refused:
+                raise refused.inside(f".{name}") from None
+        record = object.__new__(kind)
+        vars(record).update(values)
+        return record
+
+    return _Form(struct, pack, unpack)
+
+
+def _sequence(origin: Any, arguments: tuple[Any, ...], is_text: bool) -> _Form:
+    """A `Sequence` arrives as a tuple, as records have them."""
+    made = list if origin is list else tuple
+    if origin is tuple and arguments[-1:] != (...,):
+        return _fixed_tuple([_form(each, is_text) for each in arguments])
+    item = _form(arguments[0], is_text)
+    wire = list[item.wire] if made is list else tuple[item.wire, ...]
+    if item.pack is None and item.unpack is None:
+        return _Form(wire)
+    return _Form(wire, _of_each(item.pack, list), _of_each(item.unpack, made))
+
+
+def _of_each(convert: Callable[[Any], Any] | None, made: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if convert is None:
+        return made
+
+    def converted(values: Any) -> Any:
+        found: list[Any] = []
+        try:
+            for value in values:
+                found.append(convert(value))
+        except _Refused as refused:
+            raise refused.inside(f"[{len(found)}]") from None
+        return found if made is list else made(found)
+
+    return converted
+
+
+def _fixed_tuple(items: list[_Form]) -> _Form:
+    wire = tuple[tuple(item.wire for item in items)]  # type: ignore[misc]
+    if all(item.pack is None and item.unpack is None for item in items):
+        return _Form(wire)
+
+    def each(values: Any, converts: list[Callable[[Any], Any] | None]) -> tuple[Any, ...]:
+        pairs = zip(values, converts, strict=True)
+        return tuple(value if convert is None else convert(value) for value, convert in pairs)
+
+    packs, unpacks = [item.pack for item in items], [item.unpack for item in items]
+    return _Form(wire, lambda values: each(values, packs), lambda values: each(values, unpacks))
+
+
+def _mapping(key: Any, value: Any, is_text: bool) -> _Form:
+    """JSON has no keys but texts, so any others stand there in pairs with their values."""
+    if value is Any:
+        return _Form(dict[key, Any], lambda given: _plain(dict(given)))
+    if is_text and key is not str:
+        pairs = _form(tuple[tuple[key, value], ...], True)
+        unpack = dict if pairs.unpack is None else lambda wire: dict(pairs.unpack(wire))  # type: ignore[misc]
+        return _Form(pairs.wire, lambda given: [[k, _as(given[k], value)] for k in given], unpack)
+    item = _form(value, is_text)
+    return _Form(dict[key, item.wire], _of_values(item.pack), _of_values(item.unpack))
+
+
+def _as(value: Any, kind: Any) -> Any:
+    pack = _form(kind, True).pack
+    return value if pack is None else pack(value)
+
+
+def _of_values(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    if convert is None:
+        return None
+
+    def converted(given: Mapping[Any, Any]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key, value in given.items():
+            try:
+                found[key] = convert(value)
+            except _Refused as refused:
+                raise refused.inside(f"[{key!r}]") from None
+        return found
+
+    return converted
+
+
+def _union(members: tuple[Any, ...], is_text: bool) -> _Form:
+    """Values of one member at most are converted; the others are numbers, texts or None."""
+    forms = [_form(member, is_text) for member in members]
+    wire = Union[tuple(form.wire for form in forms)]  # type: ignore[misc]  # noqa: UP007
+    changing = [form for form in forms if form.pack is not None or form.unpack is not None]
+    if not changing:
+        return _Form(wire)
+    [form] = changing
+    native = tuple(type(None) if each.wire is None else each.wire for each in forms if each is not form)
+
+    def kept(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+        return convert and (lambda value: value if isinstance(value, native) else convert(value))
+
+    return _Form(wire, kept(form.pack), kept(form.unpack))
+
+
+def _plain(value: Any) -> Any:
+    """The value, if JSON gives it back unchanged."""
+    if value is None or type(value) in (str, bool, int):
+        return value
+    try:
+        is_plain = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError, RecursionError):
+        is_plain = False
+    if not is_plain:
+        raise _Refused(
+            f"{value!r:.80} is not plain data, and nothing else is sent to another process: use numbers, texts, lists "
+            "and tables with texts as keys"
+        )
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise _Refused(f"{value} is not a finite number")
+    return value
+
+
+def _tensor(is_text: bool) -> _Form:
+    if is_text:
+        return _Form(_TextTensor, lambda tensor: _raw(tensor) | {"data": _in_base64(tensor)}, _from_raw)
+    return _Form(_RawTensor, _raw, _from_raw)
+
+
+def _raw(tensor: Any) -> dict[str, Any]:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise _Refused(f"a tensor is needed, not {type(tensor).__name__}")
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    pieces = [flat[start : start + PIECE_BYTES] for start in range(0, len(flat), PIECE_BYTES)]
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": pieces}
+
+
+def _in_base64(tensor: Any) -> list[str]:
+    return [base64.b64encode(piece).decode() for piece in _raw(tensor)["data"]]
+
+
+def _from_raw(raw: Any) -> Any:
+    import torch
+
+    dtype = getattr(torch, raw.dtype)
+    size, expected = sum(len(piece) for piece in raw.data), math.prod(raw.shape) * dtype.itemsize
+    if size != expected:
+        raise _Refused(f"{size} bytes for a tensor {list(raw.shape)} of {raw.dtype}, which has {expected}")
+    if not size:
+        return torch.empty(raw.shape, dtype=dtype)
+    return torch.frombuffer(bytearray().join(raw.data), dtype=dtype).view(raw.shape)
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("podium.records.", "")
+
+
+def _explained(error: BaseException) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

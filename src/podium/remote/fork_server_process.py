@@ -1,0 +1,228 @@
+"""The process behind a ForkServer, and its children.
+
+The server makes the object, if that is shared, then forks children and buries them until the driver closes its end or
+is gone. Each child leads a session of its own and dies with the server; what it leaves behind (a daemon in a session of
+its own) falls to the server, which kills it. A child calls the methods of the object: `method(content, reply)` gets
+bytes and replies with bytes, as often as the driver expects.
+"""
+
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from podium.remote.fork_server import DONE, FAILED, LENGTH
+from podium.remote.processes import (
+    Limits,
+    adopt_orphans,
+    bury,
+    die_with_parent,
+    kill_strays,
+    limit_resources,
+    num_tasks_of_user,
+    outlive_parent,
+)
+
+CHUNK = 1 << 16
+DYING_S = 3.0
+MAX_MESSAGE = 1000
+"""Characters of an exception that are passed on."""
+
+Reply = Callable[[bytes], None]
+"""Sends one reply to the driver."""
+
+
+def main(given: Mapping[str, Any]) -> None:
+    server = Server(given)
+    signal.signal(signal.SIGTERM, server.end)
+    # Making the object may take for ever. SIGTERM lets the server remove what the driver left; SIGKILL is surer.
+    die_with_parent(os.getppid(), by=signal.SIGTERM if given["leftovers"] else signal.SIGKILL)
+    if os.getppid() != given["driver"]:
+        server.end()
+    adopt_orphans()
+    try:
+        server.prepare()
+    except BaseException as error:  # whatever user code raises while it is imported
+        server.answer(_described(error))
+        return
+    outlive_parent()  # that would end with the thread that started this process; from now on the server looks itself
+    server.answer(None)
+    server.serve()
+
+
+class Server:
+    """Answers the driver, one question at a time."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given, self._driver = given, given["driver"]
+        self._control = socket.socket(fileno=given["control"])
+        self._leftovers = {Path(path) for path in given["leftovers"]}
+        self._limits = Limits(**given["limits"]) if given["limits"] else None
+        self._max_tasks = num_tasks_of_user() + self._limits.more_tasks if self._limits else 0
+        self._children: set[int] = set()
+        self._is_closed = False
+        """By the driver, which lives and removes what it leaves by itself."""
+        self._make = self._make_object
+
+    def prepare(self) -> None:
+        if self._given["is_shared"]:
+            made = self._make_object()
+            self._make = lambda: made
+            gc.freeze()  # or every child's collector would copy the pages it looks at
+
+    def answer(self, answer: Any) -> None:
+        self._control.send(json.dumps(answer).encode())
+
+    def serve(self) -> None:
+        """Until the driver closes its end, or is gone."""
+        self._control.settimeout(1.0)  # the socket may have been inherited by another child of a driver that is gone
+        while os.getppid() == self._driver and not self._is_closed:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._control, CHUNK, 1)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not message:
+                break
+            [(question, content)] = json.loads(message).items()
+            self._reply_to(question, content, descriptors)
+        self.end()
+
+    def end(self, *_: object) -> None:
+        """Kills every child; removes what the driver left, if that is gone."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for child in list(self._children):
+            self._bury(child)
+        kill_strays(())
+        if self._leftovers and not self._is_closed and self._is_alone():
+            for path in self._leftovers:
+                path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+        os._exit(0)
+
+    def _is_alone(self) -> bool:
+        """Whether the driver is gone. Its sockets close, and its threads end, a moment before it does."""
+        deadline = time.monotonic() + DYING_S
+        while os.getppid() == self._driver and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return os.getppid() != self._driver
+
+    def _reply_to(self, question: str, content: Any, descriptors: list[int]) -> None:
+        match question:
+            case "fork":
+                self.answer(self._fork(descriptors[0], content))
+            case "bury":
+                self.answer(self._bury(content))
+            case "remember":
+                self._leftovers |= {Path(path) for path in content}
+                self.answer(None)
+            case "forget":
+                self._leftovers -= {Path(path) for path in content}
+                self.answer(None)
+            case "close":
+                self._is_closed = True
+
+    def _bury(self, child: int) -> int | None:
+        if child not in self._children:
+            return None
+        self._children.discard(child)
+        return bury(child, self._children)
+
+    def _fork(self, descriptor: int, environment: Mapping[str, str]) -> int | str:
+        """The child's process number, or why there is none."""
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(descriptor)
+            return f"cannot fork: {error.strerror}"
+        if pid == 0:
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                die_with_parent(server)
+                os.setsid()
+                self._control.close()
+                os.environ.update(environment)
+                tempfile.tempdir = None  # looked up again
+                if self._limits is not None:
+                    limit_resources(self._limits, self._max_tasks)
+                serve(Connection(descriptor), self._make)
+            except BaseException:
+                traceback.print_exc(file=sys.stderr)
+            finally:
+                sys.stderr.flush()
+                os._exit(1)
+        os.close(descriptor)
+        self._children.add(pid)
+        return pid
+
+    def _make_object(self) -> Any:
+        module, _, name = self._given["recipe"].partition(":")
+        return getattr(importlib.import_module(module), name)(**self._given["arguments"])
+
+
+class Connection:
+    """A child's end: whole messages."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._pid = descriptor, os.getpid()
+        os.set_blocking(descriptor, True)
+
+    def reply(self, content: bytes) -> None:
+        self._send(DONE + content)
+
+    def fail(self, error: Exception) -> None:
+        self._send(FAILED + _described(error).encode(errors="replace"))
+
+    def receive(self) -> tuple[str, bytes]:
+        """The next call: a method's name and the content. The process ends when the driver closed its end."""
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        name, _, content = self._read(length).partition(b"\n")
+        return name.decode(), content
+
+    def _send(self, message: bytes) -> None:
+        if os.getpid() != self._pid:  # the object forked, and that process returned here as well
+            os._exit(1)
+        data = memoryview(LENGTH.pack(len(message)) + message)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _read(self, count: int) -> bytes:
+        chunks = []
+        while count:
+            chunk = os.read(self._descriptor, count)
+            if not chunk:
+                os._exit(0)
+            chunks.append(chunk)
+            count -= len(chunk)
+        return b"".join(chunks)
+
+
+def serve(connection: Connection, make: Callable[[], Any]) -> None:
+    """Makes the object, says so, and calls its methods."""
+    try:
+        served = make()
+    except Exception as error:
+        connection.fail(error)
+        raise
+    connection.reply(b"")
+    while True:
+        name, content = connection.receive()
+        try:
+            getattr(served, name)(content, connection.reply)
+        except Exception as error:
+            connection.fail(error)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_MESSAGE]

@@ -1,0 +1,411 @@
+"""A pool of workers: it starts, prepares, watches, replaces, adds and retires them, and sends them work.
+
+    launch(name) ──► worker ──► prepare(member) ──► in service ──► lost or retired ──► end
+         ▲                                               │                              │
+         └──────────── the replica's next member ◄───────┼──────────────────────────────┘
+                                        send, ask_each ──┘
+
+Workers may be local processes, HTTP servers or Ray actors. What they compute is not the pool's business: a caller says
+how a worker starts, how it is prepared, and what is asked of it. A replica is one place in the pool (worker-1), filled
+by one member after the other (worker-1.1, worker-1.2). A replica whose starts fail too often in a row is given up; with
+too few replicas or members left, the pool fails.
+
+A worker is lost by any of three signs, watched at the same time. Its process ends: noticed at once. Its event loop,
+asked several times per second, does not answer three times in a row: it is frozen. The caller's own `watch` returns.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Generic, Protocol, TypeVar
+
+from podium.errors import BusyError, InputError, PodiumError, WorkerError
+from podium.remote.pool_members import M, Members, Worker
+
+TICK_S = 0.25
+SCALE_UP_S = 1.0
+"""When work has waited for room for so long, a member is added."""
+BACK_OFF_S, LONGEST_BACK_OFF_S = 0.5, 5.0
+REST_S = 0.5
+"""A member that is busy, or failed a request, gets no work for so long: by then the pool knows whether it is dead."""
+MAX_FAILED = 3
+"""Requests in a row that a member may fail before it is replaced."""
+IDLE_S = 60.0
+MISSES = 3
+"""Missed answers in a row before a member counts as frozen."""
+PING_PAUSE_S = 0.5
+LATE_S = 0.5
+"""A wait that took so much longer than its limit shows that this process was late, not the member."""
+DEATH_S = 0.3
+"""The requests of a dying process fail a moment before its end is known."""
+
+T = TypeVar("T")
+OnEvent = Callable[..., None]
+"""Receives what happened: `on_event("worker_lost", worker="worker-1.1", reason="…")`."""
+Details = Callable[[], Mapping[str, Any]]
+"""Fields of an event, asked for when it happens."""
+
+
+class Launch(Protocol):
+    """Starts the worker of a replica."""
+
+    async def __call__(self, name: str) -> Worker: ...
+
+
+class RetriesError(WorkerError):
+    """Every member that was given the work failed at it."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When members come and go, and how long the pool waits for them."""
+
+    replicas: tuple[int, int]
+    """Fewest and most replicas that the pool starts itself."""
+    floor: int
+    """Members that must be in service."""
+    max_restarts: int
+    """Starts in a row that may fail in one replica."""
+    start_s: float
+    """For a worker to start and be prepared, and to answer a broadcast."""
+    recovery_s: float
+    """With fewer than `floor` members, or all of them busy, for so long, the pool fails."""
+    frozen_s: float
+    """A member whose event loop is silent for so long is replaced."""
+    request_s: float = 3600.0
+    """For one request."""
+    idle_s: float = IDLE_S
+    """After which spare members are retired."""
+    max_redispatches: int = 5
+    """Times that work is sent again after a member failed at it."""
+    name: str = "worker"
+    """Of replicas, with a number behind it."""
+    kind: str = "workers"
+    """What members are, for people."""
+    floor_name: str = "the fewest"
+    """What people call `floor`."""
+    error: type[PodiumError] = WorkerError
+    """Raised when the pool fails."""
+
+
+@dataclass(eq=False)
+class Replica(Generic[M]):
+    """One place in the pool. `name` is for people: worker-1, or an address."""
+
+    name: str
+    launch: Launch
+    is_local: bool
+    """Whether the pool starts and retires its workers; False for a server that others started."""
+    member: M | None = None
+    task: asyncio.Task[None] | None = None
+    started: int = 0
+    """Members so far."""
+    failed_starts: int = 0
+    """In a row."""
+    setbacks: int = 0
+    """Members in a row that were lost before they answered anything."""
+    last_problem: str = ""
+    given_up: bool = False
+    retiring: bool = False
+
+    @property
+    def was_tried(self) -> bool:
+        return self.member is not None or self.started > 1 or self.given_up or self.failed_starts > 0
+
+
+class Pool(Generic[M]):
+    """Lives in one event loop. Iterating gives the members in service."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        new_member: Callable[[str, Any], M],
+        prepare: Callable[[M], Awaitable[Mapping[str, Any]]],
+        on_event: OnEvent,
+        watch: Callable[[M], Awaitable[str]] | None = None,
+    ) -> None:
+        """`new_member` takes a name and a worker. `prepare` makes a member ready to serve, or raises; the event
+        `worker_started` contains what it returns. `watch` returns a reason once a member does not work any more."""
+        self.rules, self.replicas = rules, list[Replica[M]]()
+        self.members: Members[M] = Members()
+        self.failure: PodiumError | None = None
+        self._new_member, self._prepare, self._watch, self._on_event = new_member, prepare, watch, on_event
+        self._launch: Launch | None = None
+        self._named = 0
+        self._supervision: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+        self._short_since: float | None = None
+
+    def start(self, launch: Launch | None, servers: Iterable[tuple[str, Launch]] = ()) -> None:
+        """Fills every replica: those that `launch` starts, and servers, by address, that run already."""
+        self._launch = launch
+        if launch is not None:
+            for _ in range(self.rules.replicas[0]):
+                self._add_replica()
+        for name, connect in servers:
+            self._fill(Replica(name, connect, is_local=False))
+        self._supervision = asyncio.create_task(self._supervise())
+        self._supervision.add_done_callback(self._broke)
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._supervision, *(each.task for each in self.replicas)) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def send(
+        self, size: Callable[[], int], work: Callable[[M], Awaitable[T]], details: Details, first: M | None = None
+    ) -> T:
+        """Gives the work to the member with the least in flight; if that member is lost or fails, to another.
+
+        `size` is what is left of the work; it counts against a member's limit, and work that shrinks meanwhile releases
+        the difference itself. `first` gets the work if it has room. `details` are added to the event `redispatched`.
+        Raises `RetriesError` when too many members failed.
+        """
+        rules, reasons = self.rules, list[str]()
+        busy_until: float | None = None
+        while len(reasons) <= rules.max_redispatches:
+            member = await self.members.acquire(size(), first)
+            try:
+                answer = await member.attempt(work(member), rules.request_s)
+            except BusyError as error:
+                busy_until = busy_until or monotonic() + rules.recovery_s
+                if monotonic() > busy_until:
+                    raise rules.error(f"{member.name} has been busy for {rules.recovery_s:g} s") from error
+                member.limit.refused()
+                self.members.rest(member, REST_S)
+            except WorkerError as error:
+                reasons.append(f"{member.name}: {error}")
+                self._failed(member, reasons, details)
+            else:
+                member.failed, member.finished = 0, member.finished + 1
+                return answer
+            finally:
+                self.members.release(member, size())
+        raise RetriesError(reasons)
+
+    async def broadcast(self, members: Sequence[M], call: Callable[[M], Awaitable[T]]) -> dict[M, T | Exception]:
+        """Calls all `members` at the same time; the answer of a member that fails is its error."""
+
+        async def ask(member: M) -> T | Exception:
+            try:
+                return await member.attempt(call(member), self.rules.start_s)
+            except (PodiumError, OSError) as error:
+                return error
+
+        return dict(zip(members, await asyncio.gather(*map(ask, members)), strict=True))
+
+    async def ask_each(self, ask: Callable[[M], Awaitable[T]], what: str) -> dict[str, T]:
+        """What each member in service answers, by name; members that join meanwhile are asked too. A member that cannot
+        answer is replaced."""
+        answers: dict[str, T] = {}
+        await self.until(lambda: len(self.members) > 0)
+        while asked := [member for member in self.members if member.name not in answers]:
+            for member, answer in (await self.broadcast(asked, ask)).items():
+                if isinstance(answer, InputError):
+                    raise answer
+                if isinstance(answer, Exception):
+                    self.discard(member, f"could not {what}: {answer}")
+                else:
+                    answers[member.name] = answer
+            if not answers:  # all members that were asked may be lost
+                await self.until(lambda: len(self.members) > 0)
+        return answers
+
+    def discard(self, member: M, reason: str) -> None:
+        """Takes the member out of service; it is ended and replaced."""
+        member.mark_broken(reason)
+        self.members.remove(member, reason)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.failure is not None or holds())
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def problems(self) -> str:
+        """The last problem of each replica, for people."""
+        found = [f"{replica.name}: {replica.last_problem}" for replica in self.replicas if replica.last_problem]
+        return "; ".join(found) or "no reason"
+
+    def _failed(self, member: M, reasons: list[str], details: Details) -> None:
+        self.members.rest(member, REST_S)
+        member.failed += 1
+        if member.failed >= MAX_FAILED:
+            member.mark_broken(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
+        if len(reasons) <= self.rules.max_redispatches:
+            self._on_event("redispatched", worker=member.name, **details(), reason=reasons[-1])
+
+    def _add_replica(self) -> None:
+        assert self._launch is not None
+        self._named += 1
+        self._fill(Replica(f"{self.rules.name}-{self._named}", self._launch, is_local=True))
+
+    def _fill(self, replica: Replica[M]) -> None:
+        self.replicas.append(replica)
+        replica.task = asyncio.create_task(self._run(replica))
+        replica.task.add_done_callback(self._broke)
+
+    def _broke(self, task: asyncio.Task[None]) -> None:
+        """A defect of the pool itself must not leave a replica empty in silence."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failure = self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}")
+            self.members.fail(self.failure)
+
+    async def _run(self, replica: Replica[M]) -> None:
+        """The life of a replica: one member after the other."""
+        while not replica.retiring:
+            member = await self._start_member(replica)
+            if member is None:
+                replica.failed_starts += 1
+                await self._notify()
+                if replica.is_local and replica.failed_starts > self.rules.max_restarts:
+                    replica.given_up = True
+                    self._on_event("seat_given_up", worker=replica.name, reason=replica.last_problem)
+                    await self._notify()
+                    return
+            else:
+                replica.failed_starts = 0
+                replica.last_problem = await self._until_lost(replica, member)
+                replica.setbacks = 0 if member.finished else replica.setbacks + 1
+            worst = max(replica.failed_starts, replica.setbacks - 1)
+            await asyncio.sleep(min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** (worst - 1)) if worst > 0 else 0)
+        self.replicas.remove(replica)
+
+    async def _start_member(self, replica: Replica[M]) -> M | None:
+        """A member that has been started and prepared; None if that failed."""
+        replica.started += 1
+        name = f"{replica.name}.{replica.started}"
+        began, worker = monotonic(), None
+        try:
+            async with asyncio.timeout(self.rules.start_s):
+                worker = await replica.launch(name)
+                member = self._new_member(name if replica.is_local else replica.name, worker)
+                details = await self._prepare(member)
+        except BaseException as error:
+            if worker is not None:
+                await worker.end()
+            if not isinstance(error, (PodiumError, OSError, TimeoutError)):
+                raise
+            if isinstance(error, InputError):  # another start would not help
+                self.failure = error
+            took_long = isinstance(error, TimeoutError)
+            replica.last_problem = f"not ready within {self.rules.start_s:g} s" if took_long else str(error)
+            self._on_event("start_failed", worker=replica.name, reason=replica.last_problem)
+            return None
+        self.members.add(member)
+        replica.member = member
+        told = {"worker": member.name, "pid": worker.pid, **details}
+        self._on_event("worker_started", **told, seconds=monotonic() - began, members=len(self.members))
+        await self._notify()
+        return member
+
+    async def _until_lost(self, replica: Replica[M], member: M) -> str:
+        """Waits until the member is lost or retired, and ends it; why."""
+        reason = ""
+        try:
+            reason = await self._lost(member)
+        finally:
+            self.members.remove(member, reason or "the pool closed")
+            replica.member = None
+            if reason and not replica.retiring:
+                self._on_event("worker_lost", worker=member.name, reason=reason, members=len(self.members))
+            with suppress(OSError, PodiumError):
+                await asyncio.shield(member.worker.end())
+        await self._notify()
+        return reason
+
+    async def _lost(self, member: M) -> str:
+        """Waits until the member is lost and says why. The end of its process comes before other reasons: it is what
+        caused them."""
+        ending = asyncio.ensure_future(member.worker.exited())
+        signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.fault)]
+        if self._watch is not None:
+            signs.append(self._watch(member))
+        tasks = {ending, *map(asyncio.ensure_future, signs)}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await asyncio.wait({ending}, timeout=DEATH_S)
+            sign = ending if ending.done() else done.pop()
+            return sign.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _supervise(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(TICK_S)
+            self._check_floor()
+            if self._launch is not None:
+                self._scale()
+        self.members.fail(self.failure)
+        await self._notify()
+
+    def _check_floor(self) -> None:
+        floor, rules = self.rules.floor, self.rules
+        num_open = sum(not replica.given_up and not replica.retiring for replica in self.replicas)
+        if num_open < floor:
+            self.failure = rules.error(
+                f"{num_open} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}; {self.problems()}"
+            )
+        elif len(self.members) >= floor:
+            self._short_since = None
+        else:
+            self._short_since = self._short_since or monotonic()
+            limit = rules.recovery_s if any(replica.started > 1 for replica in self.replicas) else rules.start_s
+            if monotonic() - self._short_since > limit:
+                self.failure = rules.error(
+                    f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s; {self.problems()}"
+                )
+
+    def _scale(self) -> None:
+        least, most = self.rules.replicas
+        local = [each for each in self.replicas if each.is_local and not each.retiring and not each.given_up]
+        waiting = self.members.waiting_since
+        if waiting is not None and monotonic() - waiting > SCALE_UP_S:
+            if len(local) < most and all(replica.member is not None for replica in local):
+                self._add_replica()
+                self._on_event("scaled", members=len(local) + 1, before=len(local), reason="requests wait for room")
+            return
+        idle = [(each, each.member) for each in local if each.member is not None and each.member.num_in_flight == 0]
+        if len(local) > least and idle:
+            replica, member = min(idle, key=lambda each: each[1].idle_since)
+            for_s = monotonic() - member.idle_since
+            if for_s > self.rules.idle_s:
+                replica.retiring = True
+                member.mark_broken(f"retired: idle for {for_s:.0f} s")
+                self._on_event("scaled", members=len(local) - 1, before=len(local), reason=f"idle for {for_s:.0f} s")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def frozen(worker: Worker, limit_s: float) -> str:
+    """Returns once the worker's event loop has been silent for about `limit_s`."""
+    allowed, misses = limit_s / MISSES, 0
+    while misses < MISSES:
+        asked = monotonic()
+        try:
+            async with asyncio.timeout(allowed):
+                await worker.ping()
+            misses = 0
+            await asyncio.sleep(PING_PAUSE_S)
+        except (TimeoutError, OSError, PodiumError) as error:
+            took = monotonic() - asked
+            misses += took < allowed + LATE_S
+            if not isinstance(error, TimeoutError):
+                await asyncio.sleep(max(0.0, allowed - took))
+    return f"frozen: no sign of life for {limit_s:g} s"

@@ -1,0 +1,143 @@
+"""Requests to an engine in another process: single requests in, calls of many requests out.
+
+The engine is asked for one rollout at a time. All requests of one turn of the event loop travel in one call, or in a
+few calls of bounded size. Each answer reaches its own caller as soon as it arrives.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from podium.errors import CodecError, EngineError
+from podium.records import Answer, Request
+from podium.stages import OnTokens
+
+Answers = AsyncGenerator[tuple[int, Answer]]
+"""Answers of one call as they arrive, each with the place of its request in the call."""
+Waiting = tuple[Request, "asyncio.Future[Answer]"]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What Podium's own client asks for. Prompts stand apart from the requests, since several requests share one."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[tuple[int, Request], ...]
+    """The place of its prompt, and the request without token ids."""
+    run: str | None
+    """Who asks, where a run has claimed the engine."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], run: str | None) -> "Rollouts":
+        places: dict[tuple[int, ...], int] = {}
+        for request in requests:
+            places.setdefault(request.token_ids, len(places))
+        bare = tuple((places[request.token_ids], replace(request, token_ids=())) for request in requests)
+        return cls(tuple(places), bare, run)
+
+    def whole(self) -> Iterator[Request]:
+        for place, request in self.requests:
+            if not 0 <= place < len(self.prompts) or request.token_ids:
+                raise CodecError("requests: each names the place of its prompt and holds no token ids itself")
+            yield replace(request, token_ids=self.prompts[place])
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer, the place of its request in the call, and the run that owns the weights that wrote it."""
+
+    place: int
+    answer: Answer
+    run: str | None
+
+
+def one_call(requests: Sequence[Request]) -> Iterable[int]:
+    """All requests in one call."""
+    return [len(requests)]
+
+
+class Batching:
+    """`ask` makes one call. `sizes` cuts the requests of a turn into calls: it returns how many go into each."""
+
+    def __init__(
+        self,
+        ask: Callable[[list[Request]], Answers],
+        sizes: Callable[[Sequence[Request]], Iterable[int]] = one_call,
+    ) -> None:
+        self._ask, self._sizes = ask, sizes
+        self._waiting: list[Waiting] = []
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        """The answer to one request. A call ends early once all of its requests are cancelled."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        answer: asyncio.Future[Answer] = loop.create_future()
+        self._waiting.append((request, answer))
+        written = await answer
+        if on_tokens is not None:
+            on_tokens(written.token_ids)
+        return written
+
+    async def settled(self) -> None:
+        """Returns when the calls under way have ended."""
+        if self._calls:
+            await asyncio.wait(set(self._calls))
+
+    def _send(self) -> None:
+        waiting = [each for each in self._waiting if not each[1].done()]
+        self._waiting = []
+        first = 0
+        for size in self._sizes([request for request, _ in waiting]):
+            self._start(waiting[first : first + size])
+            first += size
+
+    def _start(self, part: list[Waiting]) -> None:
+        if not part:
+            return
+        call = asyncio.get_running_loop().create_task(self._settle(part))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        num_open, cancelled = len(part), False
+
+        def settled(answer: "asyncio.Future[Answer]") -> None:
+            nonlocal num_open, cancelled
+            num_open, cancelled = num_open - 1, cancelled or answer.cancelled()
+            if num_open == 0 and cancelled:
+                call.cancel()
+
+        for _, answer in part:
+            answer.add_done_callback(settled)
+
+    async def _settle(self, part: list[Waiting]) -> None:
+        """Makes the call. An error of the call is an error of each request that has no answer yet."""
+        failure: BaseException = EngineError("the engine left a request without an answer")
+        try:
+            async with aclosing(self._ask([request for request, _ in part])) as answers:
+                async for place, answer in answers:
+                    if not part[place][1].done():
+                        part[place][1].set_result(answer)
+        except asyncio.CancelledError:
+            for _, answer in part:
+                answer.cancel()
+            raise
+        except Exception as error:
+            failure = error
+        for _, answer in part:
+            if not answer.done():
+                answer.set_exception(failure)
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """All at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
+    this returns."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

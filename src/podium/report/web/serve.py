@@ -1,0 +1,270 @@
+"""`podium report`: a live page of a run, or of a folder of runs, on this machine only.
+
+    /  the page      /data.json  its data      /rollouts/12  every rollout of step 12
+    for a folder of runs, the same paths below /run/NAME/
+
+The server reads the run folder and writes nothing. It answers only requests whose Host is this machine, so that another
+web page in the same browser cannot reach it through a DNS name of its own.
+"""
+
+import io
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from podium.errors import InputError
+from podium.report.web.glossary import explanations
+from podium.report.web.html import render, to_json
+from podium.report.web.reader import RunReader, flattened, run_card
+from podium.report.web.series import LAPS, Series
+from podium.run.folder import RunFolder
+
+MAX_POINTS = 300
+OVERLAID = (
+    "reward/mean",
+    "reward/correct_rate",
+    "loss/total",
+    "policy/entropy",
+    "rollout/length_mean",
+    "mismatch/abs_mean",
+    "batch/kept_ratio",
+)
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Run folders one or two levels below `folder`, by their path relative to it."""
+    found = sorted([*folder.glob("*/settings.toml"), *folder.glob("*/*/settings.toml")])
+    return {str(path.parent.relative_to(folder)): path.parent for path in found}
+
+
+def runs_data(folder: Path, readers: Mapping[str, RunReader]) -> dict[str, Any]:
+    """The data of the page of several runs: their curves for an overlay, their settings for a comparison."""
+    return {
+        "folder": str(folder),
+        "runs": [_run_or_error(name, reader) for name, reader in readers.items()],
+        "words": explanations((*OVERLAID, "eval/accuracy")),
+    }
+
+
+def _run_or_error(name: str, reader: RunReader) -> dict[str, Any]:
+    """A run that cannot be shown appears with its error; the others are shown as usual."""
+    try:
+        return _run_data(name, reader)
+    except Exception as error:
+        status = {"state": "unreadable", "message": f"{type(error).__name__}: {error}"}
+        empty = {"series": Series().sampled(MAX_POINTS), "evals": [], "settings": {}}
+        return {"name": name, "link": f"run/{quote(name)}/", "card": run_card({}, reader.folder.path, 0)} | {
+            "status": status,
+            **empty,
+        }
+
+
+def _run_data(name: str, reader: RunReader) -> dict[str, Any]:
+    status = reader.status()
+    overlaid = Series()
+    columns = {metric: reader.series.column(metric) for metric in OVERLAID}
+    laps = [reader.series.column(f"time/{stage}_s") for stage in LAPS]
+    for place, step in enumerate(reader.series.steps):
+        line = {metric: value for metric, values in columns.items() if (value := values[place]) is not None}
+        overlaid.add({"step": step, **line, "time/step_s": sum(values[place] or 0.0 for values in laps)})
+    return {
+        "name": name,
+        "link": f"run/{quote(name)}/",
+        "card": reader.card(status),
+        "status": status,
+        "series": overlaid.sampled(MAX_POINTS),
+        "evals": reader.evals,
+        "settings": flattened(reader.settings()),
+    }
+
+
+HOST = "127.0.0.1"
+USUAL_PORT = 8787
+REQUEST_S = 20.0
+"""A client must send a complete request within this time after connecting, or after the previous answer."""
+SEND_S = 60.0
+"""How long a client may take to read an answer."""
+
+
+class DeadlineReader(io.RawIOBase):
+    """Reads from a socket until a deadline, however slowly the bytes arrive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._deadline = connection, 0.0
+
+    def start(self) -> None:
+        self._deadline = time.monotonic() + REQUEST_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
+class LiveRun:
+    """The reader of one run, behind a lock: requests come from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = RunReader(RunFolder(path))
+        self.lock = threading.Lock()
+
+    def version(self) -> str:
+        """Changes whenever the page may have something new to show."""
+        folder = self.reader.folder
+        files = (folder.metrics, folder.events, folder.path / "status.json", folder.settings)
+        stats = [path.stat() if path.exists() else None for path in files]
+        return "-".join(f"{stat.st_size:x}.{stat.st_mtime_ns:x}" if stat else "" for stat in stats) + (
+            "r" if folder.is_locked() else ""
+        )
+
+    def data(self) -> dict[str, Any]:
+        with self.lock:
+            self.reader.refresh()
+            return self.reader.data() | {"live": True}
+
+    def step_rollouts(self, step: int) -> dict[str, Any]:
+        with self.lock:
+            return self.reader.step_rollouts(step)
+
+
+class Site:
+    """Maps request paths to answers, for a run or a folder of runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_run = (path / "settings.toml").is_file()
+        self._runs: dict[str, LiveRun] = {"": LiveRun(path)} if self._is_run else {}
+        if not self._is_run:
+            self._find()
+            if not self._runs:
+                raise InputError(
+                    f"{path} is not a run folder and contains none: there is no settings.toml and no */settings.toml"
+                )
+
+    def answer(self, path: str) -> tuple[str, str, Callable[[], str]] | None:
+        """(content type, version, body) of a path; None if the path does not exist."""
+        if self._is_run:
+            return self._run_answer(self._runs[""], path, {})
+        found = re.fullmatch(r"/run/(.+?)(/(?:|data\.json|rollouts/\d{1,9}))", path)
+        if found is not None:
+            run = self._runs.get(unquote(found[1]))
+            home = "../" * (2 + unquote(found[1]).count("/"))
+            return None if run is None else self._run_answer(run, found[2], {"home": home})
+        if path in ("/", "/data.json"):
+            self._find()
+            version = "+".join(f"{name}:{run.version()}" for name, run in self._runs.items())
+            return self._page_or_data(path, version, self._all_runs)
+        return None
+
+    def _run_answer(self, run: LiveRun, path: str, extra: dict[str, Any]) -> tuple[str, str, Callable[[], str]] | None:
+        if found := re.fullmatch(r"/rollouts/(\d{1,9})", path):
+            return "application/json", "", lambda: to_json(run.step_rollouts(int(found[1])))
+        return self._page_or_data(path, run.version(), lambda: run.data() | extra)
+
+    def _page_or_data(
+        self, path: str, version: str, data: Callable[[], dict[str, Any]]
+    ) -> tuple[str, str, Callable[[], str]] | None:
+        if path == "/":
+            return "text/html", "", lambda: render(data())
+        return ("application/json", version, lambda: to_json(data())) if path == "/data.json" else None
+
+    def _all_runs(self) -> dict[str, Any]:
+        for run in self._runs.values():
+            with run.lock, suppress(Exception):  # a run that cannot be refreshed is shown as it was before
+                run.reader.refresh()
+        return runs_data(self._path, {name: run.reader for name, run in self._runs.items()}) | {"live": True}
+
+    def _find(self) -> None:
+        """Looks for runs again, so that new ones appear."""
+        self._runs = {name: self._runs.get(name) or LiveRun(path) for name, path in find_runs(self._path).items()}
+
+
+class Handler(BaseHTTPRequestHandler):
+    site: Site
+    protocol_version = "HTTP/1.1"
+    server_version = "podium"
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._request_reader = DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self._request_reader)
+
+    def handle_one_request(self) -> None:
+        """Disconnects a client that does not finish its request in time; each request has its own deadline."""
+        self._request_reader.start()
+        super().handle_one_request()
+
+    def do_GET(self) -> None:
+        try:
+            self._answer()
+        except OSError:  # the client is gone, or too slow
+            raise
+        except Exception as error:
+            message = f"this page cannot be made: {type(error).__name__}: {error}"
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", message[:1000])
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> None:
+        port = self.connection.getsockname()[1]
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", "open this page as 127.0.0.1 or localhost")
+        answer = self.site.answer(urlsplit(self.path).path)
+        if answer is None:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "not found")
+        kind, version, body = answer
+        if version and self.headers.get("If-None-Match") == f'"{version}"':
+            return self._send(HTTPStatus.NOT_MODIFIED, kind, "", version)
+        return self._send(HTTPStatus.OK, kind, body(), version)
+
+    def _send(self, status: HTTPStatus, kind: str, body: str, version: str = "") -> None:
+        content = body.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if version:
+            self.send_header("ETag", f'"{version}"')
+        self.connection.settimeout(SEND_S)  # for the whole answer: `sendall` counts from its start
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing: one line per request would flood the terminal."""
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores errors: a closed browser window is not a problem."""
+
+
+def report_server(path: Path, port: int | None = None) -> Server:
+    """A server ready to `serve_forever`. Without `port` it takes the usual port, or any free one if that is taken."""
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder; give a run folder, or a folder of runs")
+    handler = type("SiteHandler", (Handler,), {"site": Site(path)})
+    for choice in (USUAL_PORT, 0) if port is None else (port,):
+        try:
+            return Server((HOST, choice), handler)
+        except OSError as error:
+            if choice == 0 or port is not None:
+                raise InputError(f"--port {choice} cannot be used: {error.strerror}; 0 takes any free one") from None
+    raise AssertionError("the last choice either works or raises")

@@ -1,5 +1,0 @@
-"""What runs inside the sandbox: a launcher, the tested program in a process of its own, and the judge of its answers.
-
-Only the standard library is there, nothing of Podium. These are the only files that execute code from data. They
-import little, and nothing for annotations alone: each import costs milliseconds in every sandbox.
-"""

@@ -1,0 +1,480 @@
+"""What a mathematical answer says: its text in normal spelling is read as one or more kinds of answers.
+
+A text may have several readings: `1,234` is a number and a list, `5m` a product and a length. All are returned, the
+likeliest first. A text that is nothing else is `Words`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from podium.reward.math_answers.expressions import Node, Unreadable, number, read_beginning, read_expression
+from podium.reward.math_answers.spelling import split_at, squeezed, trimmed, with_joined_groups
+from podium.reward.math_answers.units import DEGREE, PERCENT, Unit, currency, number_in_words, read_suffix
+from podium.reward.math_answers.values import is_constant, symbols
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number or an expression, perhaps with a unit."""
+
+    value: Node
+    units: tuple[Unit | None, ...] = (None,)
+    """The units that the text may mean."""
+    needs_unit: bool = False
+    """Whether the amount only counts with its unit, because it is more likely a product (`5m`)."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`."""
+
+    kind: str
+    items: tuple["Answer", ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of numbers: a kind and its parts.
+
+    `all`; `points`; `interval` of two ends and its brackets; `where` of two sides and their relation; `union`, `both`
+    (the intersection) and `minus` of other sets.
+    """
+
+    kind: str
+    parts: tuple["Region | Node | str", ...]
+    variable: str | None = None
+
+
+@dataclass(frozen=True)
+class Equation:
+    """Sides that are said to be equal, as texts, because names are compared as texts."""
+
+    sides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Inequality:
+    """An inequality in several variables: an expression that is below zero, or also zero if not strict."""
+
+    below: Node
+    is_strict: bool
+
+
+@dataclass(frozen=True)
+class Congruence:
+    """Residues for a modulus."""
+
+    name: str
+    residues: "Answer"
+    modulus: Node
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time of day in minutes; not certain if it may be in either half of the day."""
+
+    minutes: int
+    is_certain: bool
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """a : b : c"""
+
+    terms: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Anything else: in small letters for comparison, and as it was."""
+
+    text: str
+    source: str = field(default="", compare=False)
+
+
+Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Ratio | Words
+
+
+CLOCK = re.compile(
+    r"([01]?[0-9]|2[0-4])(?:\s*:\s*([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?|([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])", re.I
+)
+COLON = re.compile(r":|\s+to\s+")
+SAME_WORDS = {"dne": "doesnotexist", "thelimitdoesnotexist": "doesnotexist", "t": "true", "f": "false"}
+
+
+def amounts(text: str) -> list[Amount]:
+    """An expression, perhaps with a currency before it or a unit behind it."""
+    if match := re.fullmatch(r"([+-]?)\s*¤([A-Z]{3})\s*(.+)|(.+?)\s*¤([A-Z]{3})(.*)", text):
+        code, rest = match[2] or match[5], trimmed(match[1] + match[3] if match[2] else match[4] + " " + match[6])
+        return [Amount(each.value, tuple(_paid(code, unit) for unit in each.units)) for each in amounts(rest)]
+    if text.endswith("%") and "%" not in text[:-1]:
+        return [Amount(each.value, (PERCENT,)) for each in amounts(trimmed(text[:-1]))]
+    if match := re.fullmatch(r"(.*[0-9)}])\s*°\s*⟪?([CF])⟫?", text):
+        unit = Unit(frozenset([({"C": "celsius", "F": "fahrenheit"}[match[2]], 1)]))
+        return [Amount(each.value, (unit,)) for each in amounts(match[1])]
+    if number_and_rest := number_in_words(text.replace("⟪", " ").replace("⟫", " ")):
+        value, rest = number_and_rest
+        suffix = read_suffix(rest)
+        return [Amount(number(value * suffix[0]), tuple(suffix[1]))] if suffix else []
+    if re.fullmatch("[A-Za-z]{3,}", text):
+        return []
+    try:
+        value, end = read_beginning(text)
+    except Unreadable:
+        return []
+    rest = text[end:].strip()
+    if rest:
+        suffix = read_suffix(rest)
+        if suffix is None or (not is_constant(value) and any(unit is None or unit.things for unit in suffix[1])):
+            return []
+        return [Amount(_scaled(value, suffix[0]), tuple(suffix[1]))]
+    angle = _degrees(value)
+    return [Amount(value) if angle is None else Amount(angle, (DEGREE,)), *_letter_unit(text)]
+
+
+def _degrees(node: Node) -> Node | None:
+    """The expression without the degree sign at its end; None without that sign."""
+    if node.kind == "degrees":
+        return node.parts[0]
+    inner = _degrees(node.parts[-1]) if node.kind in ("minus", "group", "times") else None
+    return None if inner is None else Node(node.kind, (*node.parts[:-1], inner))
+
+
+def _paid(code: str, unit: Unit | None) -> Unit:
+    """An amount of money, perhaps for each of something."""
+    money = currency(code)
+    if unit is None or unit.things or unit == money:
+        return money
+    return Unit(money.dimensions | unit.dimensions, unit.size)
+
+
+def compound(text: str) -> Amount | None:
+    """`1 hour 30 minutes` or `5 ft 6 in` as one amount."""
+    plain = re.sub(r"[⟪⟫{}]|\band\b|,", " ", text)
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\.?\s*", plain)
+    if len(parts) < 2 or not re.fullmatch(r"\s*(?:[0-9]+(?:\.[0-9]+)?\s*[A-Za-z]+\.?\s*){2,4}", plain):
+        return None
+    read = [read_suffix(word) for _, word in parts]
+    units = [suffix[1][0] for suffix in read if suffix is not None]
+    first = units[0] if units else None
+    if (
+        len(units) < len(parts)
+        or first is None
+        or first.name not in ("length", "time", "month", "mass", "dollar", "angle")
+    ):
+        return None
+    sizes = [unit.size for unit in units if unit is not None and unit.dimensions == first.dimensions]
+    if len(sizes) < len(parts) or sizes != sorted(sizes, reverse=True) or len(set(sizes)) < len(sizes):
+        return None
+    total = sum(Fraction(value) * size for (value, _), size in zip(parts, sizes, strict=True))
+    return Amount(number(total / sizes[0]), (first,))
+
+
+def _letter_unit(text: str) -> list[Amount]:
+    """`5 m` as a length; without a space a product is more likely."""
+    if match := re.fullmatch(r"(.*[0-9}])(\s*)([mgshlJNLW](?:/[hs])?(?:\^\{?[23]\}?)?)", text):
+        suffix = read_suffix(match[3])
+        try:
+            value = read_expression(match[1])
+        except Unreadable:
+            return []
+        if suffix and suffix[1] != [None] and not any(unit and unit.things for unit in suffix[1]):
+            return [Amount(value, tuple(suffix[1]), needs_unit=not match[2])]
+    return []
+
+
+def _scaled(value: Node, factor: Fraction) -> Node:
+    return value if factor == 1 else Node("times", (value, number(factor)))
+
+
+def clock(text: str) -> Clock | None:
+    match = CLOCK.fullmatch(re.sub("[⟪⟫]", " ", text).replace("{:}", ":").strip())
+    if match is None:
+        return None
+    if match[3]:
+        hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
+        return Clock(60 * hour + int(match[2] or 0), True) if int(match[1]) <= 12 else None
+    hour = int(match[4])
+    return Clock(60 * hour + int(match[5]), hour > 12 or match[4].startswith("0"))
+
+
+def ratios(text: str) -> list[Answer]:
+    terms, signs = split_at(text, COLON)
+    if not signs or not all(terms):
+        return []
+    try:
+        return [Ratio(tuple(read_expression(term) for term in terms))]
+    except Unreadable:
+        return []
+
+
+def words(text: str) -> str:
+    """Words for comparison: small letters, no white space, no articles, no marks around them."""
+    text = re.sub(r"[⟪⟫\"'`{}]|\\", " ", text).strip().lower()
+    text = re.sub(r"^(?:[a-z]|it|this|that|he|she|they|the \w+)\s+(?:is|are|was)\s+(?!not\b)", "", text)
+    text = re.sub(r"\b(?:a|an|the)\s+(?=\w)", "", text)
+    text = squeezed(text.strip(" .,;:!"))
+    text = re.sub(r"^\(([a-z]+)\)$", r"\1", text)
+    return SAME_WORDS.get(text, text)
+
+
+MAX_CHARACTERS = 1000
+MAX_ITEMS = 60
+MAX_SIGNS = 3
+
+
+OR = re.compile(r"\s*,?\s+or\s+")
+SEPARATOR = re.compile(r"\s*(?:,\s*and\b|,\s*or\b|\band\b|\bor\b|[,;])\s*|\\\\|\\(?:quad|qquad)(?![A-Za-z])")
+SENTENCE = re.compile(
+    r"⟪(?![^⟪⟫]*\b(?:not|than|between|about|least|most)\b)[^⟪⟫0-9]*\b(?:is|are|equals)\s*:?\s*⟫\s*(?=\S)"
+)
+RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|approx|cong|sim)(?![A-Za-z])|:=|[=<>]")
+IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|therefore|Longrightarrow)(?![A-Za-z])")
+SETS = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
+MODULUS = re.compile(
+    r"\\pmod\s*(?:\{(?P<braced>[^{}]*)\}|(?P<bare>[0-9]+|[A-Za-z]))|\(\s*(?:\\?b?mod\s*|⟪mod⟫\s*)(?P<round>[^()]*)\)"
+    r"|(?:\\b?mod|\bmod)\s*(?:\{(?P<group>[^{}]*)\}|(?P<plain>[0-9A-Za-z]+))"
+)
+MATRIX = re.compile(r"\\begin\s*\{([bpBvV]?matrix|array)\}(?:\{[clr| ]+\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+NAMED_SETS = {
+    "ℝ": "all", "allreals": "all", "allrealnumbers": "all", "realnumbers": "all", "anyrealnumber": "all",
+    "nosolution": "points", "nosolutions": "points", "norealsolution": "points", "norealsolutions": "points",
+    "emptyset": "points", "theemptyset": "points",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def readings(text: str) -> tuple[Answer, ...]:
+    """Every way to read a text in normal spelling, the likeliest first."""
+    if len(text) > MAX_CHARACTERS:
+        return (Words(text),)
+    found: list[Answer] = []
+    for each in dict.fromkeys((with_joined_groups(text), text)):
+        for variant in _by_signs(each):
+            found += variant
+    return tuple(dict.fromkeys(found))
+
+
+def _by_signs(text: str) -> list[list[Answer]]:
+    r"""The readings of a text in which each `\pm` stands for both signs."""
+    signs = re.findall(r"\\(?:pm|mp)(?![A-Za-z])", text)
+    if not signs:
+        return [_read(text)]
+    if len(signs) > MAX_SIGNS:
+        return [[Words(text)]]
+    together = [_with_signs(text, [sign * (1 if each == r"\pm" else -1) for each in signs]) for sign in (1, -1)]
+    found: list[list[Answer]] = [[Items("list", tuple(_first(each) for each in together))]]
+    if len(signs) > 1 and r"\mp" not in signs:
+        apart = [[1 if choice >> place & 1 else -1 for place in range(len(signs))] for choice in range(2 ** len(signs))]
+        found.append([Items("list", tuple(_first(_with_signs(text, choice)) for choice in apart))])
+    return found
+
+
+def _with_signs(text: str, signs: list[int]) -> str:
+    chosen = iter(signs)
+    text = re.sub(r"\\(?:pm|mp)(?![A-Za-z])", lambda _: " + " if next(chosen) > 0 else " - ", text)
+    return trimmed(text)
+
+
+def _first(text: str) -> Answer:
+    return _read(trimmed(text))[0]
+
+
+def _read(text: str) -> list[Answer]:
+    """The readings of a text without `±`."""
+    text = _unwrapped(text)
+    if IMPLIES.search(text):
+        text = trimmed(split_at(text, IMPLIES)[0][-1])
+    if match := SENTENCE.match(text):
+        text = trimmed(text[match.end() :])
+    if long := compound(text):
+        return [long]
+    if time := clock(text):
+        return [time, *ratios(text)]
+    if (match := MODULUS.search(text)) and not text[match.end() :].strip(" )"):
+        return _congruence(text[: match.start()], match)
+    alternatives, _ = split_at(text, OR)
+    if len(alternatives) > 1 and any(
+        re.search(r"[<>]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])", part) for part in alternatives
+    ):
+        return [_joined("union", [_first(part) for part in alternatives]) or Words(words(" or ".join(alternatives)))]
+    parts, _ = split_at(text, SEPARATOR)
+    if 1 < len(parts) <= MAX_ITEMS and all(parts):
+        return _several(text, parts)
+    return _single(text)
+
+
+def _several(text: str, parts: list[str]) -> list[Answer]:
+    """Parts between commas, `and` and `or`: a list, or inequalities that hold together."""
+    members = [_first(part) for part in parts]
+    if (joined := _joined("both", members)) and all(
+        isinstance(each, Region) and each.kind in ("where", "both", "minus") for each in members
+    ):
+        return [joined]
+    name, sides = "", split_at(parts[0], RELATION)
+    if sides[1] in (["="], [r"\in"]) and is_name(sides[0][0]) and not any(isinstance(m, Equation) for m in members[1:]):
+        name = sides[0][0]  # x = 2, 3
+        members[0] = _first(sides[0][1])
+    plain = [each for each in members if isinstance(each, Words)]
+    if plain and not name and len(plain) < len(members):
+        return [Words(words(text))]
+    return [Items("list", tuple(members))]
+
+
+def _joined(kind: str, members: list[Any]) -> Region | None:
+    """The union or intersection of sets; None if a member is no set."""
+    if not all(isinstance(each, Region) for each in members):
+        return None
+    return Region(kind, tuple(members), next((each.variable for each in members if each.variable), None))
+
+
+def _unwrapped(text: str) -> str:
+    """Without the braces, or the marks of text, around the whole."""
+    text = trimmed(text)
+    while (match := re.fullmatch(r"\{(.*)\}|⟪([^⟪⟫]*)⟫", text, re.DOTALL)) and (match[2] or _is_closed(text)):
+        inner = trimmed(match[2] if match[1] is None else match[1])
+        if match[1] is not None and "," in inner and len(split_at(inner, SEPARATOR)[0]) > 1:
+            return f"⦃{inner}⦄"  # plain text has no other braces for a set
+        if not inner or inner == text:
+            break
+        text = inner
+    return text
+
+
+def _is_closed(text: str) -> bool:
+    """Whether the first bracket is closed by the last mark."""
+    return len(text) > 1 and len(split_at(text[:-1] + " ", re.compile(r"(?<=.).(?=\s*$)", re.DOTALL))[0]) == 1
+
+
+def _single(text: str) -> list[Answer]:
+    """The readings of a text that is no list."""
+    if special := _sets(text):
+        return [special]
+    sides, relations = split_at(text, RELATION)
+    if relations:
+        return _related(sides, relations)
+    if bracket := _bracketed(text):
+        return [bracket]
+    if (match := MATRIX.fullmatch(text)) and match[1] != "vmatrix":
+        return _matrix(match[2])
+    found: list[Answer] = [*amounts(text), *ratios(text)]
+    return found or [Words(words(text), text)]
+
+
+# ---- sets and brackets
+
+
+def _sets(text: str) -> Region | None:
+    """A named set, or one made of others."""
+    if kind := NAMED_SETS.get(words(text)):
+        return Region(kind, ())
+    if re.fullmatch(r"\\emptyset\s*|⦃\s*⦄", text):
+        return Region("points", ())
+    parts, signs = split_at(text, SETS)
+    if not signs or not all(parts):
+        return None
+    regions = [as_region(_first("ℝ" if part == "R" else part)) for part in parts]
+    found = regions[0]
+    for sign, region in zip(signs, regions[1:], strict=True):
+        if found is None or region is None:
+            return None
+        found = Region({r"\cup": "union", r"\cap": "both"}.get(sign, "minus"), (found, region))
+    return found
+
+
+def as_region(answer: Answer) -> Region | None:
+    """An interval or a finite set as a set of numbers."""
+    if isinstance(answer, Region):
+        return answer
+    if isinstance(answer, Items) and all(isinstance(each, Amount) for each in answer.items):
+        values = [each.value for each in answer.items if isinstance(each, Amount)]
+        if answer.kind in ("set", "list"):
+            return Region("points", tuple(values))
+        if len(values) == 2 and answer.kind in ("()", "[]", "(]", "[)"):
+            return Region("interval", (*values, answer.kind))
+    return None
+
+
+def _bracketed(text: str) -> Answer | None:
+    """Brackets around items."""
+    if text[:1] not in ("(", "[", "⦃", "⟨") or text[-1:] not in (")", "]", "⦄", "⟩") or not _is_closed(text):
+        return None
+    kind, inner = text[0] + text[-1], trimmed(text[1:-1])
+    parts, _ = split_at(inner, re.compile(r"\s*[,;]\s*"))
+    if kind == "⦃⦄":
+        described, bars = split_at(inner, re.compile(r"\||:"))
+        if len(bars) == 1:
+            return _first(described[1])  # { x | x > 3 }
+        parts, _ = split_at(inner, SEPARATOR)
+        return Items("set", tuple(_first(part) for part in parts))
+    if not 1 < len(parts) <= MAX_ITEMS or not all(parts):
+        return None
+    found = Items(kind, tuple(_first(part) for part in parts))
+    if len(parts) == 2 and (kind in ("(]", "[)") or r"\infty" in inner):
+        return as_region(found)
+    return found
+
+
+def _matrix(inside: str) -> list[Answer]:
+    rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(inside), re.compile(r"\\\\"))[0] if row]
+    return [Items("matrix", tuple(Items("row", tuple(map(_first, row))) for row in rows))]
+
+
+# ---- relations
+
+
+def _related(sides: list[str], relations: list[str]) -> list[Answer]:
+    """An equation, an inequality, a congruence without a modulus, or membership."""
+    if relations[0] == r"\in":
+        return [_first(sides[1])] if len(sides) == 2 else [Words(words(" in ".join(sides)))]
+    if all(relation in ("=", r"\approx", ":=", r"\cong", r"\sim") for relation in relations):
+        about = relations.index(r"\approx") if r"\approx" in relations else 0
+        if about or (relations[0] == r"\approx" and sides[0] and not is_name(sides[0])):
+            sides = sides[: about + 1]  # what follows is only a rounded value
+        sides = [side for side in sides if side]
+        return [Equation(tuple(sides))] if len(sides) > 1 else _read(sides[0]) if sides else [Words("")]
+    if r"\equiv" in relations or not all(sides):
+        return [Words(words(" ".join(sides)))]
+    unread: list[Answer] = [
+        Words(squeezed("".join(side + sign for side, sign in zip(sides, [*relations, ""], strict=True))))
+    ]
+    try:
+        nodes = [read_expression(side) for side in sides]
+    except Unreadable:
+        return unread
+    names = frozenset[str]().union(*map(symbols, nodes))
+    if len(names) == 1:
+        where = [
+            Region("where", (nodes[place], relation, nodes[place + 1]), *names)
+            for place, relation in enumerate(relations)
+        ]
+        return [where[0] if len(where) == 1 else Region("both", tuple(where), *names)]
+    if len(relations) == 1 and relations[0] != r"\ne":
+        low, high = nodes if relations[0] in ("<", r"\le") else nodes[::-1]
+        return [Inequality(Node("add", (low, Node("minus", (high,)))), relations[0] in "<>")]
+    return unread
+
+
+def is_name(text: str) -> bool:
+    """Whether a side of an equation only names the value of the other side: `x`, `a_n`, `f(x)`, `P(A)`, `Area`."""
+    text = re.sub(r"\\(?:angle|triangle|overline|vec|bar|hat|mathbb|det|deg)(?![A-Za-z])\s*", "", text).strip()
+    letter = r"(?:[A-Za-z]|\\[A-Za-z]+\s*)(?:\^\{?-1\}?)?'*(?:_(?:\{[^{}]*\}|\\?[A-Za-z]+|[0-9]))?'*"
+    plain = (
+        rf"{letter}\s*(?:\([^=]*\)|\[[^=]*\]|\{{[A-Z]+\}})?|[A-Z]{{2,}}|\|\s*[A-Za-z]+\s*\|"
+        rf"|\(\s*{letter}(?:\s*,\s*{letter})+\s*\)"
+    )
+    if re.fullmatch(rf"\{{?(?:{plain}|\\frac\s*\{{d.*\}}\s*\{{d.*\}})\}}?", text):
+        return not re.fullmatch(r"[ei]|\\(?:pi|infty)\s*", text)
+    return re.fullmatch(r"[⟪⟫A-Za-z_(){} ]*⟪[^0-9]*⟫[⟪⟫A-Za-z_(){} ]*|[A-Za-z]{3,}(?: [A-Za-z]+)*", text) is not None
+
+
+def _congruence(text: str, match: re.Match[str]) -> list[Answer]:
+    sides, _ = split_at(trimmed(text).rstrip("("), re.compile(r"\\equiv(?![A-Za-z])|="))
+    modulus = next(group for group in match.groups() if group is not None)
+    try:
+        return [Congruence(squeezed(" ".join(sides[:-1])), _first(sides[-1]), read_expression(modulus.strip()))]
+    except Unreadable:
+        return [Words(words(text + match[0]))]

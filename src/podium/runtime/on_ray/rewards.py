@@ -1,0 +1,104 @@
+"""Reward actors as one function of a group: a pool (remote/pool.py) whose members Ray starts.
+
+Imports no torch, so that a new actor starts quickly.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from podium.records import Group
+from podium.remote.loop_thread import LoopThread
+from podium.remote.pool import OnEvent, Pool, RetriesError, Rules
+from podium.remote.pool_members import Limit, Member
+from podium.reward.build import ScoringRecipe
+from podium.reward.scoring.stage import Scoring
+from podium.runtime.on_ray.actors import ActorGroup, ActorWorker
+from podium.runtime.on_ray.calls import RunActor, named
+
+GROUPS_AT_ONCE = 4
+"""Per worker: rewards that wait for a judge or a sandbox do not block other groups."""
+CLOSE_S = 60.0
+
+
+class RewardActor(RunActor):
+    """A reward worker: scores whole groups. Rewards with a time limit run in processes of its own, as without Ray."""
+
+    def open(self) -> None:
+        self._scoring: Scoring | None = None
+        self._digest = ""
+
+    async def start(self) -> dict[str, Any]:
+        return self.about()
+
+    async def prepare(self, recipe: ScoringRecipe) -> None:
+        """Finds the rewards; a reward that is missing, or cannot run here, is an error."""
+        digest = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        if digest != self._digest:
+            if self._scoring is not None:
+                self._scoring.close()
+            self._scoring, self._digest = recipe.build(), digest
+
+    async def score(self, group: Group) -> Group:
+        assert self._scoring is not None
+        return await self._scoring.score(group)
+
+
+class RewardActors:
+    """A group at which more than `rules.max_redispatches` workers failed is not sent again: its rewards abstain."""
+
+    def __init__(self, actors: ActorGroup, recipe: ScoringRecipe, rules: Rules, on_event: OnEvent) -> None:
+        self._actors, self._recipe, self._on_event = actors, recipe, on_event
+        self.scoring = recipe.build(elsewhere=self.score)
+        """The reward stage: it asks the actors and starts no process."""
+        size = actors.num_bundles
+        rules = replace(rules, replicas=(size, size), name=actors.name, kind="reward workers")
+        self._pool: Pool[Member[ActorWorker]] = Pool(rules, self._new_member, self._prepare, on_event)
+        self._thread = LoopThread()
+        self._has_started = False
+
+    async def score(self, group: Group) -> Group:
+        """Takes the place of `Scoring.score`. The first call starts the pool."""
+        if not group.rollouts:
+            return group
+        return await self._thread.call(self._score(group))
+
+    def close(self) -> None:
+        self._thread.finish(self._pool.close(), CLOSE_S)
+
+    async def _score(self, group: Group) -> Group:
+        if not self._has_started:
+            self._has_started = True
+            self._pool.start(self._launch)
+        ordinal = group.prompt.ordinal
+
+        async def ask(member: Member[ActorWorker]) -> Group:
+            started = time.monotonic()
+            with named(member.name):
+                scored = await member.worker.actor.call("score", group)
+            told = {"ordinal": ordinal, "worker": member.name, "pid": member.worker.pid}
+            self._on_event("scored", **told, seconds=time.monotonic() - started)
+            return scored
+
+        try:
+            return await self._pool.send(lambda: 1, ask, lambda: {"prompts": [ordinal]})
+        except RetriesError as error:
+            failed = error.reasons
+            return self.scoring.unscored(
+                group, f"{len(failed)} reward workers failed at it, the last one: {failed[-1]}"
+            )
+
+    async def _launch(self, name: str) -> ActorWorker:
+        return ActorWorker(name, *await self._actors.take(name))
+
+    async def _prepare(self, member: Member[ActorWorker]) -> Mapping[str, Any]:
+        """The worker finds its rewards; a reward that cannot run there is an error."""
+        with named(member.name):
+            await member.worker.actor.call("prepare", self._recipe)
+        return {}
+
+    @staticmethod
+    def _new_member(name: str, worker: ActorWorker) -> Member[ActorWorker]:
+        return Member(name, worker, Limit(GROUPS_AT_ONCE))

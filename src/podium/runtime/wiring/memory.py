@@ -1,0 +1,225 @@
+"""The memory plan: what a run holds on its device, and how many tokens a batch may have in the memory that is left.
+
+In: settings, the loaded policy, the longest prompt. Out: `MemoryPlan`. Keys that the settings leave open (tokens per
+batch, gradient checkpointing) are decided here, by the size of the device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from podium.engine.cuda.decode_step import Capacity
+from podium.engine.decoding.packed import packed_weights
+from podium.engine.pool import num_processes
+from podium.engine.vllm_local import MEMORY_SHARE
+from podium.model.fused import SAVED_SHARE, is_compiled
+from podium.model.load import Policy
+from podium.model.logprobs import MAX_CHUNK_ELEMENTS, kept_bytes
+from podium.model.memory import (
+    available_bytes,
+    cache_elements_per_token,
+    checkpointed_bytes_per_token,
+    device_bytes,
+    saved_bytes_per_token,
+)
+from podium.settings.lookup import engine_traits
+from podium.settings.sections import SeparateReference
+from podium.settings.tables import Settings
+from podium.trainer.update.optimizer import state_bytes
+
+USED_SHARE = 0.8
+"""Share of the device's memory that is planned; the rest is for fragments, work space of kernels, other programs."""
+
+MOST_TOKENS = {"cpu": 16384, "cuda": 65536}
+MOST_FLOPS = 1.5e14
+"""Larger batches are hardly faster. On a GPU the work of a pass counts: 6 operations per parameter and token. The limit
+is chosen, not measured: 3.5 times the work at which 1.7B parameters are trained at 43 % of an H200's peak."""
+
+LEAST_TOKENS = 2048
+"""A smaller batch wastes time; gradient checkpointing is used before batches get smaller than this."""
+
+
+HELD = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
+"""What a run holds whatever the size of its batches; "trained" counts the gradients."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """In bytes, unless it says tokens."""
+
+    device: int
+    """All memory of the device. Batches are sized by it, so that a resumed run has the same batches."""
+    available: int
+    """Memory that other programs leave free at the moment."""
+    weights: int
+    trained: int
+    optimizer: int
+    reference: int
+    engine_copy: int
+    cache: int
+    logits: int
+    per_token: float
+    """Bytes that a training pass keeps per token of a batch."""
+    max_tokens_per_batch: int
+    longest_document: int
+    """Tokens of the longest prompt with the longest answer."""
+    tokens_per_step: int
+    """Most tokens that a step can train."""
+    gradient_checkpointing: bool
+
+    @property
+    def fixed(self) -> int:
+        """Bytes held whatever the size of a batch; gradients are as large as the trained weights."""
+        return sum(getattr(self, name) for name in HELD)
+
+    @property
+    def total(self) -> float:
+        return self.fixed + self.per_token * self.largest_batch
+
+    @property
+    def largest_batch(self) -> int:
+        """Tokens that a batch can have in this run: at most those of a step, and a document is never cut."""
+        return max(min(self.max_tokens_per_batch, self.tokens_per_step), self.longest_document)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= min(self.device, self.available)
+
+
+def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> MemoryPlan:
+    """`longest_prompt` in tokens, of the training data."""
+    options = settings.trainer.options
+    every = list(policy.model.named_parameters())
+    weights = sum(p.numel() * p.element_size() for _, p in every)
+    trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
+    longest_answer = settings.rollout.options.get("max_new_tokens", 0)
+    longest = longest_prompt + longest_answer
+    precision: torch.dtype = getattr(torch, options.get("precision", "float32"))
+    tokens = settings.pack.max_tokens_per_batch
+    most = tokens or most_tokens(policy.device.type, sum(p.numel() for _, p in every))
+    a_step = settings.run.prompts_per_step * settings.run.rollouts_per_prompt * longest
+    held: dict[str, Any] = {
+        "device": device_bytes(policy.device),
+        "available": available_bytes(policy.device),
+        "weights": weights,
+        "trained": trained,
+        "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
+        "reference": trained if _copies_reference(settings, policy) else 0,
+        "engine_copy": _engine_copy(settings, policy, trained),
+        "cache": _cache(settings, policy, longest_prompt, longest_answer),
+        "logits": _logits(policy, precision, max(min(most, a_step), longest)),
+        "longest_document": longest,
+        "tokens_per_step": a_step,
+    }
+    plain = saved_bytes_per_token(policy, None if precision == torch.float32 else precision)
+    if is_compiled(policy.model):
+        plain *= SAVED_SHARE
+    checkpointing = options.get("gradient_checkpointing")
+    if checkpointing is None:
+        room = _room(held, plain)
+        checkpointing = room < max(longest, LEAST_TOKENS)
+    per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
+    if tokens is None:
+        tokens = max(longest, min(most, _room(held, per_token)) // 256 * 256, 256)
+    return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+
+
+def _logits(policy: Policy, precision: torch.dtype, most_tokens: int) -> int:
+    """Bytes of the logits of one chunk and of what is computed from them, and what the forward pass keeps for the
+    largest possible batch, since this number decides how large batches are."""
+    itemsize = min(precision.itemsize, policy.model.dtype.itemsize)
+    every = most_tokens * policy.vocabulary * itemsize
+    return 3 * 4 * MAX_CHUNK_ELEMENTS[policy.device.type] + min(kept_bytes(policy.device), every)
+
+
+def most_tokens(device_type: str, parameters: int) -> int:
+    """Largest useful batch for a model of that size, if there is memory for it."""
+    most = MOST_TOKENS[device_type]
+    return most if device_type == "cpu" else min(most, max(LEAST_TOKENS, int(MOST_FLOPS / 6 / parameters)))
+
+
+def _room(held: dict[str, Any], per_token: float) -> int:
+    """Tokens for which there is memory, next to what is held."""
+    return max(0, int((USED_SHARE * held["device"] - sum(held[name] for name in HELD)) / per_token))
+
+
+def _copies_reference(settings: Settings, policy: Policy) -> bool:
+    given = settings.model.reference
+    if isinstance(given, SeparateReference):
+        return False
+    return given is not None and (policy.peft is None or given != "initial")
+
+
+def _samples_elsewhere(settings: Settings) -> bool:
+    """Whether the engine is on the device of a server or of a runtime's rollout workers."""
+    return settings.engine_traits.outlives_run or "rollout_workers" in settings.runtime.options
+
+
+def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
+    if _samples_elsewhere(settings):
+        return 0
+    options, member = settings.engine.options, settings.engine_member
+    weights = sum(map(_num_bytes, policy.twin.parameters()))
+    shares_weights = engine_traits(member or settings.engine.name).shares_weights
+    packed = packed_weights(policy.twin) if shares_weights else []
+    copied = sum(map(_num_bytes, packed))
+    if settings.engine_traits.has_members:  # each process may come to hold every weight
+        return num_processes(options) * (weights + copied)
+    if options.get("sleep"):
+        return 0  # the engine gives its memory back during a step
+    if "memory_share" in options and policy.device.type == "cuda":  # its share includes the cache
+        return int((options["memory_share"] or MEMORY_SHARE) * device_bytes(policy.device))
+    if not shares_weights:
+        return weights
+    if compute_dtype := _half_on_cuda(settings, policy):
+        half = sum(p.numel() for p in policy.twin.parameters()) * compute_dtype.itemsize
+        return half if policy.peft is not None or settings.run.sync_every == 1 else trained
+    if policy.peft is None:
+        return copied + (trained if settings.plan.needs_snapshot else 0)
+    if policy.model.dtype != torch.float32:
+        return 0  # the engine samples through the adapter's own layers
+    adapted = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
+    return copied + sum(_num_bytes(p) for p in adapted if not any(p is other for other in packed))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:
+    """The precision in which the in-process engine samples, if it differs from that of the weights."""
+    precision = settings.trainer.options.get("precision", "float32")
+    is_half = policy.device.type == "cuda" and policy.model.dtype == torch.float32 and precision != "float32"
+    return getattr(torch, precision) if is_half else None
+
+
+def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answer: int) -> int:
+    """Bytes of keys and values of all rollouts that are generated at the same time."""
+    if "rollout_workers" in settings.runtime.options:
+        return 0
+    has_share = "memory_share" in settings.engine.options or settings.engine_traits.outlives_run
+    if has_share and policy.device.type == "cuda":
+        return 0  # part of its share, or on a server's device
+    dtype = _half_on_cuda(settings, policy) or policy.model.dtype
+    per_token = cache_elements_per_token(policy.model) * dtype.itemsize
+    if policy.device.type == "cuda":  # a group shares the cache of its prompt
+        capacity = Capacity.fitting(
+            per_token,
+            policy.vocabulary,
+            device_bytes(policy.device),
+            rollouts=settings.plan.prompts_per_window * settings.run.rollouts_per_prompt,
+            group=settings.run.rollouts_per_prompt,
+            concurrency=num_slots(settings),
+            longest=(longest_prompt, max(1, longest_answer)),
+            stops=len(policy.stop_ids) + 2 * len(settings.rollout.options.get("stop", ())),  # a text may have two ids
+        )
+        return capacity.cache_bytes(per_token, policy.vocabulary)
+    return per_token * num_slots(settings) * (longest_prompt + longest_answer)
+
+
+def num_slots(settings: Settings) -> int:
+    """Rollouts that the in-process engine generates at the same time."""
+    rollouts = settings.plan.prompts_ahead * settings.run.rollouts_per_prompt
+    given = settings.engine.options.get("concurrency")
+    return min(given, rollouts) if isinstance(given, int) and not settings.engine_traits.has_members else rollouts

@@ -1,0 +1,183 @@
+"""From the stages that a runtime has placed to a run that is ready to start: the same for every runtime.
+
+In: `Placed`, the stages that run in different places in different runtimes. Out: `Wired`, all stages of the loop with
+the reports, the ledger and the watchdog. Nothing is written here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from podium.advantage.build import build_advantages
+from podium.data.build import ReadSource, RunData, read_sources
+from podium.evaluation.held_out import HeldOut
+from podium.filter import build_filter
+from podium.observer import Observer
+from podium.pack import build_pack
+from podium.records import Batch, Plan, RunState, UpdateResult
+from podium.report.build import build_reports, check_reports
+from podium.report.dispatch.reports import Reports
+from podium.report.page import Page
+from podium.reward.build import check_rewards
+from podium.reward.scoring.stage import Scoring
+from podium.run.build import build_checkpoint, check_start
+from podium.run.checkpoint import SavedTrainer
+from podium.run.folder import RunFolder
+from podium.run.ledger import Ledger
+from podium.run.watchdog import Watchdog, stall_limit_s
+from podium.runtime.wiring.memory import MemoryPlan
+from podium.runtime.wiring.reference import Reference, with_reference_logprobs
+from podium.settings.tables import Settings
+from podium.stages import Stages, StartRollouts, Sync, Trainer
+
+
+class PlacedEngine(Protocol):
+    """What the run itself needs to know of its engine, one object or many containers."""
+
+    @property
+    def policy_version(self) -> int | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The stages whose place differs between runtimes."""
+
+    data: RunData
+    tokenizer: Any
+    scoring: Scoring
+    rollout: Callable[[str], StartRollouts]
+    """From the purpose, "train" or "eval", to the rollout stage."""
+    engine: PlacedEngine
+    trainer: SavedTrainer
+    train: Callable[[Sequence[Batch]], Awaitable[UpdateResult]]
+    """One step of the trainer, with what has to happen around it."""
+    sync: Sync
+    memory: MemoryPlan
+    base_digest: str | None
+    """Of the weights under the adapter, taken before they were spread over ranks; None for full weights."""
+    begin: Callable[[], None] = lambda: None
+    """Gives the trainer the weights that a new run starts from."""
+    restored: Callable[[RunState, Path | None], None] = lambda state, place: None
+    """Called with the state that the run begins with, and its checkpoint."""
+    store: Callable[[Path], None] = lambda place: None
+    """Copies each new checkpoint to where the next attempt finds it."""
+    page: type[Page] | None = None
+    """A page of the runtime's own, in place of the report `page`."""
+    ranks: int = 1
+    end: Callable[[], None] = lambda: None
+    """Ends what the runtime itself started."""
+
+
+@dataclass(frozen=True)
+class Wired:
+    """What a runtime gives back: a run that is ready to start."""
+
+    stages: Stages
+    engine: PlacedEngine
+    """Closed when the run ends."""
+    plan: Plan
+    reports: Reports
+    ledger: Ledger
+    watchdog: Watchdog
+    end: Callable[[], None] = lambda: None
+    """Ends what the runtime itself started; called last."""
+
+    def close(self) -> None:
+        """Closes everything that was started; where one fails to close, the others are closed all the same."""
+        with ExitStack() as last_first:
+            for close in (
+                self.end,
+                self.stages.sync.close,
+                self.engine.close,
+                self.stages.reward.close,
+                self.watchdog.end,
+            ):
+                last_first.callback(close)
+
+
+def read_rows(settings: Settings) -> tuple[list[ReadSource], list[ReadSource]]:
+    """The training rows and the held-out rows, after all checks that need no model."""
+    check_rewards(settings)
+    check_start(settings)
+    check_reports(settings)
+    return read_sources(settings.data), read_sources(settings.eval.data)
+
+
+def wire(
+    settings: Settings,
+    folder: RunFolder,
+    placed: Placed,
+    stop_requested: Callable[[], bool],
+    step: int | None,
+    console_mode: str | None,
+) -> Wired:
+    """`step` names the checkpoint to go on from."""
+    ledger, plan, data, held_out = Ledger(folder), placed.data.plan, placed.data.train, placed.data.held_out
+    tokens = placed.memory.max_tokens_per_batch
+    reports = build_reports(
+        settings, folder, ledger, console_mode, placed.tokenizer, plan.steps, tokens, placed.data.notes, placed.page
+    )
+    observer = Observer(
+        event=folder.event,
+        stop_requested=stop_requested,
+        engine_version=lambda: placed.engine.policy_version,
+        channel=type(placed.sync).__name__.lower(),
+    )
+    stages = Stages(
+        data=data,
+        rollout=placed.rollout("train"),
+        reward=placed.scoring,
+        assign_advantages=build_advantages(settings),
+        filter=build_filter(settings),
+        pack=build_pack(settings, tokens, placed.ranks),
+        train=placed.train,
+        sync=placed.sync,
+        checkpoint=build_checkpoint(
+            settings,
+            folder,
+            placed.trainer,
+            ledger,
+            data.fingerprint,
+            step,
+            placed.base_digest,
+            placed.begin,
+            placed.store,
+            placed.restored,
+        ),
+        report=reports,
+        evaluation=HeldOut(
+            placed.rollout("eval"),
+            placed.scoring.for_evaluation(),
+            held_out.in_order() if held_out else [],
+            lambda state: data.end(state) is not None,
+            settings.eval.every,
+            reports.evaluated,
+            settings.eval.ks,
+            held_out.tables if held_out else None,
+            observer.at,
+        ),
+        observer=observer,
+    )
+    watchdog = Watchdog(folder, observer, stall_limit_s(settings.rollout.options.get("max_new_tokens", 1)))
+    return Wired(stages, placed.engine, plan, reports, ledger, watchdog, placed.end)
+
+
+async def train_step(
+    trainer: Trainer, reference: Reference | None, sleeper: Any, batches: Sequence[Batch]
+) -> UpdateResult:
+    """One step of the trainer, with the logprobs of a separate reference. `sleeper` is the engine that sleeps during
+    the step (`engine.sleep`), or None."""
+    if reference is not None:
+        batches = await asyncio.to_thread(with_reference_logprobs, reference, batches)
+    if sleeper is None:
+        return await trainer.step(batches)
+    await sleeper.sleep()
+    try:
+        return await trainer.step(batches)
+    finally:
+        await sleeper.wake()

@@ -1,0 +1,122 @@
+"""docs/settings.md, made from the code: `python -m tools.settings_page docs/settings.md`."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from podium.settings.lookup import STAGES, choices, find, option_fields, option_help
+from podium.settings.sections import SECTIONS, Section
+from podium.settings.tables import Settings
+
+HEAD = """# Settings
+
+Every key of a settings file, with its values, default and meaning. `podium list SECTION` prints the same, and
+`podium show SETTINGS` a file with every default filled in. A key that does not exist, or would have no effect, is an
+error.
+
+A run with the default choice of every section has {few} options; all choices together have {all}.
+
+This page is made from the code by `make docs`.
+"""
+SEVERAL = ("data", "reward", "report")
+WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", dict: "table"}
+TABLE = "| key | values | default | meaning |\n|---|---|---|---|"
+
+
+def settings_reference() -> str:
+    """The page."""
+    every = list(dict.fromkeys([*SECTIONS, *STAGES]))
+    return "\n".join([HEAD.format(few=len(default_path()), all=len(all_options())), *map(_section, every)])
+
+
+def all_options() -> list[str]:
+    """Every option by its dotted name, section.key or section.choice.key. A `name` that chooses a file is none, and a
+    table is counted by its keys."""
+    return [
+        *_section_options(),
+        *(option for stage in STAGES for name in choices(stage) for option in _own(stage, name)),
+    ]
+
+
+def default_path() -> list[str]:
+    """The options of a run that keeps the default choice of every section, with the built-in data and reward."""
+    made = Settings.from_dict({"reward": [{"name": "arithmetic"}]})
+    chosen = [(stage, getattr(made, stage)) for stage in STAGES]
+    named = [(stage, each.name) for stage, given in chosen for each in (given if isinstance(given, list) else [given])]
+    return [*_section_options(), *(option for stage, name in named for option in _own(stage, name))]
+
+
+def _section_options() -> list[str]:
+    tables = {*SECTIONS, "eval.data"}
+    keys = [f"{section}.{key}" for section, keys in SECTIONS.items() for key, _, _ in keys.key_help()]
+    return [key for key in keys if key not in tables]
+
+
+def _own(stage: str, name: str) -> list[str]:
+    return [f"{stage}.{name}.{option}" for option in option_fields(find(stage, name))]
+
+
+def _section(name: str) -> str:
+    brackets = f"[[{name}]]" if name in SEVERAL else f"[{name}]"
+    parts = [f"## `{brackets}`", ""]
+    if name in SEVERAL:
+        parts += ["There may be several, one table each.", ""]
+    if name in STAGES:
+        parts += [f"`name` is one of {', '.join(f'`{each}`' for each in choices(name))}, or `file.py:object`.", ""]
+    if name in SECTIONS:
+        parts += [*_own_keys(name), ""]
+    if name in STAGES:
+        parts += [line for choice in choices(name) for line in _choice(name, choice)]
+    return "\n".join(parts)
+
+
+def _own_keys(name: str) -> list[str]:
+    section = SECTIONS[name]
+    fields = section.model_fields
+    rows = [(key, fields[key].annotation, default, help_) for key, default, help_ in section.key_help()]
+    kept = [row for row in rows if issubclass(section, Section) or row[0] != "name"]
+    return [TABLE, *(_row(*row) for row in kept)]
+
+
+def _choice(stage: str, name: str) -> list[str]:
+    """One thing that may be named, with its options."""
+    thing = find(stage, name)
+    title = (sys.modules[thing.__module__].__doc__ or "").strip().splitlines()[0]
+    lines = [f"### `{name}`", "", title, ""]
+    annotations = option_fields(thing)
+    options = [(key, annotations[key][0], default, help_) for key, default, help_ in option_help(thing)]
+    return [*lines, TABLE, *(_row(*option) for option in options), ""] if options else lines
+
+
+def _row(key: str, annotation: Any, default: str, help_: str) -> str:
+    """Defaults as TOML writes them; nothing where there is none."""
+    as_toml = default.replace("'", '"').replace("True", "true").replace("False", "false")
+    shown = "" if default in ("unset", "None") else default if default in ("required", "a table") else f"`{as_toml}`"
+    cells = (f"`{key}`", kind(annotation), shown, help_)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
+
+
+def kind(annotation: Any) -> str:
+    """What may stand there, in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{value!r}`".replace("'", '"') for value in inner).replace("False", "false")
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(kind(each) for each in inner if each is not type(None)))
+    if origin in (list, tuple):
+        return "list of " + " and ".join(dict.fromkeys(kind(each) for each in inner if each is not ...))
+    if isinstance(annotation, FieldInfo):
+        return kind(annotation.annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    return WORDS.get(origin or annotation, "value")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(settings_reference(), encoding="utf-8")
