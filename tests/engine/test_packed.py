@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from podium.engine._packed import PackedLinear, pack_layers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from podium.engine.decoding import packed
+from podium.engine.decoding.packed import PackedLinear, pack_layers
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import EMBEDDED, Policy, load_policy

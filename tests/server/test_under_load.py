@@ -82,7 +82,8 @@ def test_in_flight_weights_arrive_in_the_middle_of_answers(server: Running) -> N
             first = await client.post("/reload_weights", json={"id": old.name, "version": 200})
             assert first.status_code == 200
             answers = asyncio.create_task(client.post("/generate", json=body))
-            await asyncio.sleep(0.2)
+            while "podium_running 0.0" in (await client.get("/metrics")).text:
+                assert not answers.done()
             second = await client.post("/reload_weights", json={"id": new.name, "version": 201, "in_flight": True})
             assert second.status_code == 200
             lines = (await answers).json()["answers"]

@@ -231,7 +231,7 @@ def run_card(tables: Mapping[str, Any], folder: Path, steps: int) -> dict[str, A
         "lr": trainer.get("lr"),
         "seed": run.get("seed"),
     }
-    title = f"{run.get('name')}: {loss.get('name')} on {model.get('name')}"
+    title = f"{folder.resolve().name}: {loss.get('name')} on {model.get('name')}"
     return {"title": title, "folder": str(folder), "steps": steps, "facts": facts}
 
 
