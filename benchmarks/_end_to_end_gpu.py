@@ -16,7 +16,8 @@ padding aside.
 
 `smollm2-135m` is the real model (a folder, `--smollm2`), scored by the arithmetic reward. The others have random
 weights of a real model's shape and the first one's tokenizer; their answers run to the limit and are scored by a hash
-of the text, so that every group has a signal. `-long`: answers of up to 1,024 tokens.
+of the text, so that every group has a signal. `-long`: answers of up to 1,024 tokens. `qwen3-8b-lora`: a LoRA adapter
+of rank 16 on every linear layer over a base in bfloat16, on both sides.
 """
 
 import argparse
@@ -45,6 +46,7 @@ RESULTS = Path(__file__).parent / "results" / "end_to_end_h200.json"
 PODIUM = ("podium", "podium-overlap", "podium-vllm")
 TRL_AS_DOCUMENTED, TRL_DEFAULT_BATCH = "trl-docs", 8
 SEED, GROUP_SIZE, LEARNING_RATE = 0, 8, 1e-5
+LORA_RANK = 16
 SYSTEM = "Answer with one short calculation, then a last line of the form: #### 85"
 SYSTEM_TURN = {"role": "system", "content": SYSTEM}
 VLLM_MEMORY_SHARE = 0.3
@@ -65,6 +67,13 @@ class Workload:
     """Mean reward whose time is told."""
     shape: Mapping[str, Any] | None = None
     """Of random weights; None for the real model."""
+    lora: bool = False
+    """An adapter over a base in bfloat16; otherwise full weights in float32."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer for which vLLM makes room."""
+        return max(2048, self.max_new_tokens + 256)
 
     @property
     def contenders(self) -> list[str]:
@@ -74,12 +83,15 @@ class Workload:
 QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "num_attention_heads": 16, "head_dim": 128}
 QWEN3_SMALL = QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
 QWEN3_LARGE = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+QWEN3_8B = QWEN3 | {"num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
 WORKLOADS = {
     "smollm2-135m": Workload(64, 256, "arithmetic", (64, 128, 256), threshold=0.2),
     "qwen3-0.6b": Workload(32, 512, "hash", (16, 32, 64), shape=QWEN3_SMALL),
     "qwen3-1.7b": Workload(16, 1024, "hash", (4, 8, 16), shape=QWEN3_LARGE),
     "smollm2-135m-long": Workload(64, 1024, "arithmetic", (32, 64), threshold=0.2),
     "qwen3-0.6b-long": Workload(32, 1024, "hash", (8, 16), shape=QWEN3_SMALL),
+    "qwen3-8b-lora": Workload(16, 512, "hash", (4, 8, 16), shape=QWEN3_8B, lora=True),
+    "qwen3-8b-lora-long": Workload(8, 4096, "hash", (1, 2), shape=QWEN3_8B, lora=True),
 }
 
 Step = dict[str, float]
@@ -247,7 +259,8 @@ def table(model: str, measured: Mapping[str, Any]) -> str:
         facts = dict(told)
         if "trained_tokens_per_s" in facts:
             passed = facts.get("passed_tokens_per_s", facts["trained_tokens_per_s"])
-            facts["mfu"] = 6 * measured.get("parameters", 0) * passed / PEAK_FLOPS
+            operations = 4 if measured["workload"].get("lora") else 6  # frozen weights need no gradient
+            facts["mfu"] = operations * measured.get("parameters", 0) * passed / PEAK_FLOPS
         cells = ["failed"] if "failed" in facts else [form.format(facts[key]) for key, form in columns.values()]
         lines.append(f"{name:<14}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join([*lines, f"ratios: {measured.get('ratios')}"])
@@ -274,7 +287,8 @@ def config_of(work: Workload) -> Any:
     from transformers import Qwen3Config
 
     assert work.shape is not None
-    return Qwen3Config(**work.shape, tie_word_embeddings=True, max_position_embeddings=4096, dtype=torch.bfloat16)
+    tied = work.shape["hidden_size"] < 4096
+    return Qwen3Config(**work.shape, tie_word_embeddings=tied, max_position_embeddings=8192, dtype=torch.bfloat16)
 
 
 def count_parameters(folder: Path) -> int:
@@ -355,7 +369,12 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
     if work.reward == "arithmetic":
         reward = {"name": "arithmetic_lax"}
     is_overlapped = variant == "-overlap"
-    vllm = {"name": "vllm_local", "memory_share": VLLM_MEMORY_SHARE, "concurrency": 512, "max_context_tokens": 2048}
+    vllm = {
+        "name": "vllm_local",
+        "memory_share": VLLM_MEMORY_SHARE,
+        "concurrency": 512,
+        "max_context_tokens": work.context,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         tables = {
             "run": {
@@ -368,9 +387,9 @@ def run_podium(work: Workload, folder: Path, num_steps: int, *, variant: str) ->
             },
             "model": {
                 "name": str(folder),
-                "dtype": "float32",
+                "dtype": "bfloat16" if work.lora else "float32",
                 "device": "cuda",
-                "lora": False,
+                "lora": {"r": LORA_RANK, "alpha": 2 * LORA_RANK} if work.lora else False,
             },
             "data": [{"name": "sums"}],
             "reward": [reward],
@@ -446,7 +465,10 @@ def run_trl(
     clock = make_trl_clock(work)
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"),
+            model=AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.bfloat16 if work.lora else torch.float32, attn_implementation="sdpa"
+            ),
+            peft_config=trl_adapter() if work.lora else None,
             reward_funcs=clock.reward,
             args=own_trl_config(work, output, num_steps, micro_batch, gradient_checkpointing=gradient_checkpointing),
             train_dataset=Dataset.from_list(rows),
@@ -457,6 +479,12 @@ def run_trl(
         assert [tuple(each) for each in ids] == [prompt.token_ids for prompt in prompts], "the prompts' ids differ"
         clock.watch(trainer)
         trainer.train()
+
+
+def trl_adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str = SYSTEM) -> list[Any]:
@@ -486,7 +514,7 @@ def own_trl_config(work: Workload, output: str, num_steps: int, micro_batch: int
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=VLLM_MEMORY_SHARE,
-        vllm_max_model_length=2048,
+        vllm_max_model_length=work.context,
         seed=SEED,
         **others,
     )

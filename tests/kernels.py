@@ -55,7 +55,23 @@ def block_masses() -> None:
         assert torch.allclose(block_masses_on_cuda(logits, temperature), block_masses(logits, temperature), atol=1e-5)
 
 
-KERNELS: dict[str, Callable[[], None]] = {each.__name__: each for each in (flash_decode, softmax_rows, block_masses)}
+def add_branches() -> None:
+    from podium.engine.cuda.branches import add_branches
+    from podium.engine.cuda.branches_kernel import add_branches_on_cuda
+
+    for rows, outputs, inner in ((1, 24, 16), (9, 300, 32), (130, 129, 64)):
+        product, b = torch.randn(rows, outputs + inner), torch.randn(outputs, inner)
+        expected, found = product.clone(), product.clone()
+        add_branches(expected, b, 2.0)
+        add_branches_on_cuda(found, b, 2.0)
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert torch.equal(found[:, outputs:], product[:, outputs:])
+        exact = product[:, :outputs].double() + 2 * product[:, outputs:].double() @ b.double().t()
+        assert torch.allclose(found[:, :outputs].double(), exact, atol=1e-4)
+
+
+EACH = (flash_decode, softmax_rows, block_masses, add_branches)
+KERNELS: dict[str, Callable[[], None]] = {each.__name__: each for each in EACH}
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """What an engine is made with: precision, whether it overlaps with the trainer, and vLLM's context."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,8 @@ def test_an_engine_is_handed_the_trainers_precision_and_whether_both_work_at_the
 
     monkeypatch.setattr("podium.engine.build.find", lambda kind, name: Handed)
     settings = settings_of(tmp_path, run=run, trainer={"precision": "bfloat16"})
-    make_engine(settings, policy=cast(Any, None), snapshot=settings.plan.needs_snapshot)
+    policy = cast(Any, SimpleNamespace(model=SimpleNamespace(dtype=torch.float32)))
+    make_engine(settings, policy=policy, snapshot=settings.plan.needs_snapshot)
     assert handed == [bool(run), torch.bfloat16, overlaps]
 
 

@@ -4,16 +4,20 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
+from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.decoding.plain import PlainDecoder
+from podium.engine.decoding.queue import decode_now
 from podium.engine.decoding.slots import widen
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.device_thread import SHARED
+from podium.model.evidence import difference
 from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
 from podium.records import Answer, PrefixGroup, Request, Sampling
@@ -296,8 +300,12 @@ def test_a_model_that_it_cannot_decode_is_refused(monkeypatch: pytest.MonkeyPatc
         Inprocess(policy())
 
 
-def test_bfloat16_samples_through_the_adapters_own_layers() -> None:
-    half = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
+def half_policy(**tables: Any) -> Policy:
+    return load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16", **tables}), seed=0)
+
+
+def test_an_adapter_over_bfloat16_is_not_merged() -> None:
+    half = half_policy()
     engine = Inprocess(half)
     asyncio.run(engine.load_weights(half.named_weights(), 0))
     probe = list(requests(1)[0].token_ids)
@@ -308,9 +316,65 @@ def test_bfloat16_samples_through_the_adapters_own_layers() -> None:
                 parameter.add_(1e-3)  # merged into bfloat16 weights, most of this would round away
     asyncio.run(engine.load_weights(half.named_weights(), 1))
     assert asyncio.run(engine.score(probe)) != before
-    assert asyncio.run(engine.score(probe)) == sequence_logprobs(half.model, probe)
-    with pytest.raises(InputError, match="sync_every must be 1"):
-        Inprocess(half, snapshot=True)
+    assert asyncio.run(engine.score(probe)) == sequence_logprobs(half.model, probe, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+def test_a_base_in_bfloat16_exists_once(targets: Any) -> None:
+    """Every weight that the engine reads, apart from the adapter, is the trainer's, also after a push."""
+    half = half_policy(lora={"r": 3, "targets": targets})
+    values = {name: parameter.clone() for name, parameter in half.model.named_parameters()}
+    engine = Inprocess(half, snapshot=True)
+    asyncio.run(engine.load_weights(half.named_weights(), 0))
+    assert all(torch.equal(parameter, values[name]) for name, parameter in half.model.named_parameters())
+    trained = dict(half.model.named_parameters())
+    for name, parameter in engine._model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        mine = trained.get(name, trained.get(f"{layer}.base_layer.{kind}"))
+        assert mine is not None
+        assert mine.data_ptr() == parameter.data_ptr(), name
+    own = {tensor.untyped_storage().data_ptr() for tensor in half.model.parameters()}
+    extra = [t for t in engine._model.buffers() if t.untyped_storage().data_ptr() not in own and t.dim() == 2]
+    adapter = sum(t.numel() for name, t in half.named_weights())
+    assert sum(t.numel() for t in {id(t): t for t in extra}.values()) < 20 * adapter
+
+
+def test_over_bfloat16_a_snapshot_keeps_the_adapter_of_its_push() -> None:
+    half = half_policy()
+    engine = Inprocess(half, snapshot=True)
+    asyncio.run(engine.load_weights(half.named_weights(), 0))
+    probe = list(requests(1)[0].token_ids)
+    before = asyncio.run(engine.score(probe))
+    with torch.no_grad():
+        for name, parameter in half.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(7))
+    assert asyncio.run(engine.score(probe)) == before
+    asyncio.run(engine.load_weights(half.named_weights(), 1))
+    assert asyncio.run(engine.score(probe)) == sequence_logprobs(half.model, probe, compute_dtype=torch.bfloat16)
+    assert difference(half.named_weights(), asyncio.run(engine.held()), half.adapter_scale) is None
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+@pytest.mark.parametrize("size", [0.0, 0.02, 0.3])
+def test_captured_decoding_over_bfloat16_writes_what_plain_decoding_writes(size: float, targets: Any) -> None:
+    """The joined products and the trainer's layers round at the same places; only the order of sums differs."""
+    half = half_policy(lora={"r": 3, "targets": targets})
+    with torch.no_grad():
+        for name, parameter in half.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=size or 1e-9, generator=torch.Generator().manual_seed(7))
+    engine = Inprocess(half)
+    asyncio.run(engine.load_weights(half.named_weights(), 0))
+    captured = CapturedDecoder(engine._model, 8, torch.bfloat16, lambda: 0)
+    gaps = []
+    for request, answer in zip(asked := requests(4), decode_now(captured, asked), strict=True):
+        ids = [*request.token_ids, *answer.token_ids]
+        expected = sequence_logprobs(half.model, ids, compute_dtype=torch.bfloat16)[len(request.token_ids) - 1 :]
+        gaps += [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
+    assert max(gaps) < 0.1 * (1 + 5 * size)
+    assert fmean(gaps) < 0.01 * (1 + 5 * size)
+    assert captured.faults() == []
 
 
 def test_an_adapter_is_laid_over_the_base_and_the_base_stays() -> None:

@@ -180,9 +180,12 @@ def test_draws_equal_those_of_the_plain_path(sampling: Sampling) -> None:
         assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_an_adapter_is_applied_and_new_weights_are_used_at_once(dtype: torch.dtype | None) -> None:
-    policy = load_policy(Model.model_validate({"device": "cuda"}), seed=0)
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [("float32", None), ("float32", torch.bfloat16), ("auto", torch.bfloat16)], ids=str
+)
+def test_an_adapter_is_applied_and_new_weights_are_used_at_once(weights: str, dtype: torch.dtype | None) -> None:
+    policy = load_policy(Model.model_validate({"device": "cuda", "dtype": weights}), seed=0)
+    assert (policy.model.dtype == torch.bfloat16) == (weights == "auto")
     engine = Inprocess(policy, False, dtype)
     asked = requests(24)
     base = made = generate(engine, asked)

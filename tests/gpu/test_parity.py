@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def a_pair(tmp_path: Path, **others) -> tuple[Moving, Inprocess, Shared]:
+    """With `model.dtype = "auto"`: an adapter over a base in bfloat16."""
     policy = load_policy(Model.model_validate({"device": "cuda", **others}), seed=0)
     trainer = Moving(policy, "bfloat16", torch.device("cuda"))
     engine = Inprocess(policy, True, torch.bfloat16)
@@ -45,7 +46,7 @@ def test_a_fault_is_seen(fault: str, lr: float, tmp_path: Path, monkeypatch: pyt
         pushes(trainer, engine, channel, 3, lr)
 
 
-@pytest.mark.parametrize("model", [{}, {"lora": False}])
+@pytest.mark.parametrize("model", [{}, {"dtype": "float32"}, {"lora": False}])
 def test_a_good_run_of_500_pushes_is_never_ended(model: dict, tmp_path: Path) -> None:
     trainer, engine, channel = a_pair(tmp_path, **model)
     pushes(trainer, engine, channel, 500, 1e-4)

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from podium.engine.cuda.adapted import AdaptedLinear
+from podium.engine.cuda.joined import AdaptedLinear
 from podium.engine.inprocess import Inprocess
 from podium.model import products
 from podium.model.forward import sequence_logprobs
 from podium.model.load import load_policy, twin_of
-from podium.model.products import ExactLinear, exact_product, keep_exact_sums
+from podium.model.products import ExactLinear, exact_product, keep_exact_sums, products_dtype
 from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model
 
@@ -141,9 +141,37 @@ def test_a_loaded_policy_does_not_round_the_sums_that_are_asked_for(lora):
     assert exact == EXACT
 
 
-def test_bfloat16_weights_have_a_residual_stream_in_bfloat16_and_plain_layers():
-    policy = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
-    assert not [module for module in policy.model.modules() if isinstance(module, ExactLinear)]
+def test_bfloat16_weights_compute_what_the_same_weights_in_float32_compute():
+    """In autocast. The residual stream is float32 from the embeddings on, so only norms and products round."""
+    exact = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
+    with torch.no_grad():
+        for name, parameter in exact.model.named_parameters():
+            if "lora" not in name:
+                parameter.copy_(parameter.bfloat16())
+    half = load_policy(Model.model_validate({"device": "cpu", "dtype": "bfloat16"}), seed=0)
+    seen: set[torch.dtype] = set()
+    decoder: Any = half.model.get_decoder()
+    hooks = [layer.register_forward_hook(lambda m, a, out: seen.add(out.dtype)) for layer in decoder.layers]
+    ids = list(range(1, 40))
+    found = sequence_logprobs(half.model, ids, compute_dtype=torch.bfloat16)
+    expected = sequence_logprobs(exact.model, ids, compute_dtype=torch.bfloat16)
+    for hook in hooks:
+        hook.remove()
+    assert seen == {torch.float32}
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "expected"),
+    [
+        (None, torch.float32, None),
+        ("float32", torch.float32, None),
+        ("bfloat16", torch.float32, torch.bfloat16),
+        (None, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_products_have_the_precision_that_the_settings_or_the_weights_say(precision, weights, expected):
+    assert products_dtype(precision, weights) == expected
 
 
 def test_the_engines_half_copies_with_an_adapter_compute_what_the_trainers_autocast_computes():
@@ -176,6 +204,6 @@ def test_the_engines_half_copies_compute_what_the_trainers_autocast_computes(sha
 
     mlp = engine._model.get_submodule("model.layers.0.mlp")
     assert mlp.down_proj.weight.dtype == torch.bfloat16
-    assert hasattr(mlp, "joined_gate_proj_up_proj")
+    assert hasattr(mlp, "joined_gate_proj__and__up_proj")
     expected = sequence_logprobs(model, list(range(1, 20)), compute_dtype=torch.bfloat16)
     assert sequence_logprobs(engine._model, list(range(1, 20)), compute_dtype=torch.bfloat16) == expected

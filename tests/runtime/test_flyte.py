@@ -344,7 +344,6 @@ APART = {"model": {"lora": False, "reference": {"device": "cpu"}}, "loss": {"kl_
         ({"runtime": {"name": "flyte", "rollout_gpu": "L4:1"}}, r"runtime\.rollout_gpu has no effect"),
         ({"runtime": {"name": "flyte", "replicas": [4, 1]}}, "the fewest are more than the most"),
         ({"runtime": {"name": "flyte", "warm": ["driver"]}}, r"runtime\.warm"),
-        ({"model": {"device": "cpu", "dtype": "bfloat16"}}, "another container"),
         (APART, r"model\.reference\.device does not go with"),
     ],
 )

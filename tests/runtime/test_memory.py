@@ -107,11 +107,11 @@ def test_the_budget_follows_the_device(gigabytes: float, checkpointing: bool, tm
 
 
 def test_on_a_gpu_a_batch_of_a_large_model_is_smaller() -> None:
-    assert most_tokens("cuda", 135_000_000) == MOST_TOKENS["cuda"]
-    assert most_tokens("cuda", 600_000_000) == 41_666
-    assert most_tokens("cuda", 1_700_000_000) == 14_705
-    assert most_tokens("cuda", 70_000_000_000) == LEAST_TOKENS
-    assert most_tokens("cpu", 1_700_000_000) == MOST_TOKENS["cpu"]
+    assert most_tokens("cuda", 6 * 135_000_000) == MOST_TOKENS["cuda"]
+    assert most_tokens("cuda", 6 * 600_000_000) == 41_666
+    assert most_tokens("cuda", 6 * 1_700_000_000) == 14_705
+    assert most_tokens("cuda", 6 * 70_000_000_000) == LEAST_TOKENS
+    assert most_tokens("cpu", 6 * 1_700_000_000) == MOST_TOKENS["cpu"]
 
 
 def test_given_numbers_are_kept(tmp_path: Path) -> None:
@@ -182,9 +182,10 @@ def test_compiled_layers_are_planned_with_their_share(tmp_path: Path, monkeypatc
     assert memory_plan(settings, policy, longest_prompt=20).per_token == SAVED_SHARE * whole
 
 
-def test_half_precision_adapters_need_no_copy(tmp_path: Path) -> None:
+def test_over_a_base_in_bfloat16_an_engine_copies_only_the_adapter(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, model={"dtype": "bfloat16"})
-    assert memory_plan(settings, policy_of(settings), longest_prompt=20).engine_copy == 0
+    plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
+    assert plan.engine_copy == plan.trained
 
 
 @pytest.mark.parametrize(("every", "checkpoints"), [(0, 1), (50, 2), (1, 4)])
@@ -254,7 +255,7 @@ def test_check_compares_with_what_is_available_and_names_bfloat16(tmp_path: Path
     out = capsys.readouterr().out
     assert "of 100 kB, which is what other programs leave of" in out
     assert "problem: too much for what other programs leave: end some of them, lower engine.concurrency" in out
-    assert "trainer.precision = 'bfloat16' or model.dtype = 'bfloat16'" in out
+    assert "set model.dtype = 'bfloat16', which halves the weights too, or trainer.precision = 'bfloat16'" in out
 
 
 def test_a_batch_is_counted_with_the_tokens_that_a_step_can_have(tmp_path: Path) -> None:
@@ -277,9 +278,11 @@ def test_check_says_on_a_gpu_that_everything_is_float32(tmp_path: Path) -> None:
         said = check._settings_notes(Settings.from_dict(made | changed), device)
         return [note for note in said if "float32" in note]
 
-    [with_adapter] = notes("cuda")
-    assert "model.dtype and trainer.precision are 'float32', without TF32" in with_adapter
-    assert "set trainer.precision = 'bfloat16' or model.dtype = 'bfloat16'" in with_adapter
+    assert notes("cuda") == []  # model.dtype = "auto"
+    for float32 in ({"model": {"dtype": "float32"}}, {"trainer": {"precision": "float32"}}):
+        [with_adapter] = notes("cuda", **float32)
+        assert "matrix products are in float32, without TF32" in with_adapter
+        assert "set model.dtype = 'bfloat16', which halves the weights too" in with_adapter
     [with_all_weights] = notes("cuda", model={"lora": False})
     assert with_all_weights.endswith("set trainer.precision = 'bfloat16'")
     assert notes("cpu") == []

@@ -86,7 +86,7 @@ def _check(settings: Settings) -> tuple[str, bool]:
         Part("data", data_lines(data, policy.tokenizer, "data"), _data_notes(settings, data)),
         *([Part("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
         _reward_part(settings, groups),
-        Part("memory", _memory_lines(settings, memory), (), _memory_problems(settings, memory)),
+        Part("memory", _memory_lines(settings, memory), (), _memory_problems(settings, policy.device.type, memory)),
         _time_part(settings, data, groups, trial),
     ]
     problems = sum(len(part.problems) for part in parts)
@@ -139,22 +139,25 @@ def _settings_notes(settings: Settings, device: str) -> list[str]:
             f"trainer.warmup_steps = {warmup} and run.steps = {settings.run.steps}: the whole run is warm-up, below "
             "the full trainer.lr until its last step at least; lower trainer.warmup_steps"
         )
-    if device == "cuda" and _is_all_float32(settings):
+    if device == "cuda" and _is_all_float32(settings, device):
         notes.append(
-            "model.dtype and trainer.precision are 'float32', without TF32: on a GPU that is several times slower than "
-            f"bfloat16 and takes more memory; {_use_bfloat16(settings)}"
+            "matrix products are in float32, without TF32: on a GPU that is several times slower than bfloat16 and "
+            f"takes more memory; {_use_bfloat16(settings)}"
         )
     return notes
 
 
-def _is_all_float32(settings: Settings) -> bool:
-    return settings.model.dtype == "float32" and settings.trainer.options.get("precision") == "float32"
+def _is_all_float32(settings: Settings, device: str) -> bool:
+    is_float32 = settings.model.dtype == "float32" or settings.model.lora is False
+    is_float32 |= settings.model.dtype == "auto" and device == "cpu"
+    return is_float32 and settings.trainer.options.get("precision") != "bfloat16"
 
 
 def _use_bfloat16(settings: Settings) -> str:
     """The settings with which this run uses bfloat16."""
-    weights = " or model.dtype = 'bfloat16', which halves the weights too" if settings.model.lora else ""
-    return f"set trainer.precision = 'bfloat16'{weights}"
+    if settings.model.lora is False:
+        return "set trainer.precision = 'bfloat16'"
+    return "set model.dtype = 'bfloat16', which halves the weights too, or trainer.precision = 'bfloat16'"
 
 
 def _data_notes(settings: Settings, data: OrderedData) -> list[str]:
@@ -229,10 +232,10 @@ def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
     ]
 
 
-def _memory_problems(settings: Settings, plan: MemoryPlan) -> list[str]:
+def _memory_problems(settings: Settings, device: str, plan: MemoryPlan) -> list[str]:
     if plan.fits:
         return []
-    half = f"{_use_bfloat16(settings)}, " if _is_all_float32(settings) else ""
+    half = f"{_use_bfloat16(settings)}, " if _is_all_float32(settings, device) else ""
     remedies = (
         "lower engine.concurrency or rollout.max_new_tokens, set trainer.gradient_checkpointing, "
         f"{half}or take a smaller model"

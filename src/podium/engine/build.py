@@ -13,6 +13,7 @@ import torch
 from podium.model.device_thread import one_team
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
+from podium.model.products import products_dtype
 from podium.settings.contracts import checked, user_code
 from podium.settings.lookup import find, option_fields
 from podium.settings.tables import Settings
@@ -55,9 +56,8 @@ def make_engine(
     meaning stands at `podium.stages.Engine`.
     """
     make = find("engine", settings.engine.name)
-    precision = settings.trainer.options.get("precision", "float32")
     offered = {
-        "compute_dtype": None if precision == "float32" else getattr(torch, precision),
+        "compute_dtype": products_dtype(settings.trainer.options.get("precision"), policy.model.dtype),
         "overlaps": settings.run.max_lag > 0,
         "in_flight": settings.run.in_flight,
         "on_event": on_event or ignore_event,

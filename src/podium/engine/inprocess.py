@@ -1,13 +1,14 @@
 """The reference engine: samples from the trainer's own weights, in the trainer's process.
 
-One request per call, any number of calls at the same time; a decoder batches whatever is outstanding. Under LoRA the
-sampled weights are a scratch copy, rebuilt as base + scale·B·A at each load: sampling through adapter layers is slower,
-and merging in place would drift.
+One request per call, any number of calls at the same time; a decoder batches whatever is outstanding. Weights in
+bfloat16 exist once: the engine reads the trainer's base, and a push fills its own buffers for the adapter, which is a
+separate product. Under LoRA in float32 the sampled weights are a scratch copy, rebuilt as base + scale·B·A at each
+load: sampling through adapter layers is slower, and merging in place would drift.
 
 On CUDA the decode step is replayed as a CUDA graph (`cuda/captured.py`), in the precision in which the trainer
-computes: under bfloat16 the linear layers are copies in bfloat16, with the adapter as a separate product. With a
-snapshot of the weights the engine can write while the trainer trains, on a stream of its own. Plain decoding
-(`decoding/plain.py`) is for CPUs, where large layers are packed, and for models that cannot be captured.
+computes: for bfloat16 products over float32 weights the linear layers are copies in bfloat16. With a snapshot of the
+weights the engine can write while the trainer trains, on a stream of its own. Plain decoding (`decoding/plain.py`) is
+for CPUs, where large layers are packed, and for models that cannot be captured.
 """
 
 import asyncio
@@ -24,9 +25,8 @@ from pydantic import Field
 from torch.utils._triton import has_triton
 from transformers import DynamicCache
 
-from podium.engine.cuda.adapted import AdaptedLinear
 from podium.engine.cuda.captured import CapturedDecoder
-from podium.engine.cuda.joined import join_weights
+from podium.engine.cuda.joined import AdaptedLinear, join_weights
 from podium.engine.cuda.replayed_score import ReplayedScore
 from podium.engine.decoding.evidence import Halves, held_adapter, held_full, merged
 from podium.engine.decoding.packed import PackedLinear, pack_layers
@@ -34,7 +34,6 @@ from podium.engine.decoding.plain import PlainDecoder
 from podium.engine.decoding.queue import Arrivals, Decoder, Outcome, RequestQueue, decode_now
 from podium.engine.decoding.room import check_room
 from podium.engine.decoding.trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
-from podium.errors import InputError
 from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.evidence import Held
 from podium.model.forward import sequence_logprobs
@@ -56,8 +55,9 @@ SCORED_AT_ONCE = 256
 class Inprocess:
     """`snapshot`: sample from a copy of the trained weights, for schedules that train between two syncs.
 
-    `compute_dtype` is that of the trainer's matrix products where it is not the weights', `overlaps` asks for a thread
-    and a stream beside the trainer's, for an engine with a snapshot; both count on CUDA only.
+    `compute_dtype` is that of the trainer's matrix products if autocast is on there; on a CPU, weights in float32 are
+    sampled in float32. `overlaps` asks for a thread and a stream beside the trainer's, for an engine on CUDA with a
+    snapshot.
     """
 
     traits = EngineTraits(
@@ -74,18 +74,15 @@ class Inprocess:
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 512,
     ) -> None:
         self.policy_version: int | None = None
+        if policy.device.type == "cuda":  # batches of all sizes leave gaps of all sizes otherwise, 8 GB of 53 once
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         is_half = policy.model.dtype != torch.float32
-        if is_half and policy.peft is not None and snapshot:
-            raise InputError(
-                "run.sync_every must be 1 and run.max_lag 0 with model.dtype = 'bfloat16': a snapshot would round the "
-                "adapter"
-            )
-        # A merged bfloat16 weight would round small updates away: there the adapter's own layers sample.
-        self._model = policy.model if is_half and policy.peft is not None else policy.twin
-        self._trained = policy.model
+        self._model = policy.twin
         self._expected = policy.named_weights
         self._device = policy.device
-        self._compute_dtype = compute_dtype if policy.device.type == "cuda" and not is_half else None
+        self._compute_dtype = compute_dtype if policy.device.type == "cuda" else None
+        if is_half:
+            self._compute_dtype = policy.model.dtype
         self._allowed_gap = DECODING_MARGIN * tolerance(self._model, self._compute_dtype or self._model.dtype)
         """Of the probe's logprobs, on average, from those of a plain forward pass. Measured here, while the layers are
         still the model's own."""
@@ -112,7 +109,7 @@ class Inprocess:
         self._adapted = list(ranks)
         if self._compute_dtype is not None:
             self._halve(ranks)
-        elif self._model is not self._trained:
+        else:
             self._packed = pack_layers(self._model)
             for layer in ranks:
                 module = self._model.get_submodule(layer)
@@ -133,12 +130,14 @@ class Inprocess:
         self._queue = RequestQueue(self._thread, self._decode)
 
     def _halve(self, ranks: dict[str, int]) -> None:
-        """Linear layers in the trainer's precision, adapters beside them: what its autocast makes of them."""
+        """Linear layers in the trainer's precision, adapters beside them: what its autocast makes of them. Weights that
+        have this precision stay the trainer's own."""
         head = self._model.get_output_embeddings()
         linears = [(n, m) for n, m in self._model.named_modules() if is_plain_linear(m) and m is not head]
         for _, module in linears:
             for name, parameter in module.named_parameters(recurse=False):
-                if name == "weight" or not isinstance(module, ExactLinear):  # whose bias joins sums in float32
+                is_bias_of_sums = name == "bias" and isinstance(module, ExactLinear)  # which are float32
+                if parameter.dtype != self._compute_dtype and not is_bias_of_sums:
                     setattr(module, name, _frozen(parameter.detach().to(self._compute_dtype)))
         for name, module in linears:
             if name in ranks:
@@ -150,11 +149,6 @@ class Inprocess:
 
     def _captured_decoding(self) -> CapturedDecoder | None:
         """None, and a warning, where it cannot be."""
-        if self._model is self._trained:
-            return _warn_of_plain_decoding(
-                "model.dtype = 'bfloat16' samples through the adapter's own layers; with model.dtype = 'float32' and "
-                "trainer.precision = 'bfloat16' it would not"
-            )
         if not has_triton():
             return _warn_of_plain_decoding("Triton is not installed or does not know this GPU")
         return CapturedDecoder(self._model, self._concurrency, self._compute_dtype, self._version)
@@ -259,8 +253,6 @@ class Inprocess:
         is_full = False
         for name, tensor in weights:
             layer, _, part = name.rpartition(".lora_")
-            if layer and self._model is self._trained:
-                continue
             if layer:
                 halves[part[0]] = tensor.to(self._device)  # from a folder it comes on the CPU
                 if len(halves) == 2:

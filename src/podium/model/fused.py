@@ -57,12 +57,8 @@ def set_compiler() -> None:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether the trainer compiles the layers: on CUDA with Triton.
-
-    Not with bfloat16 weights: their engine samples through the same layers, and every layer and every cache would need
-    its own code.
-    """
-    return model.device.type == "cuda" and model.dtype == torch.float32 and has_triton()
+    """Whether the trainer compiles the layers: on CUDA with Triton."""
+    return model.device.type == "cuda" and has_triton()
 
 
 def compile_layers(model: PreTrainedModel, options: Mapping[str, Any] | None = None) -> None:

@@ -217,7 +217,7 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
     def load() -> tuple[PreTrainedModel, Any]:
         model = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=getattr(torch, settings.dtype),
+            dtype=weights_dtype(settings, device),
             attn_implementation=attention.NAME,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,  # never a pickle
@@ -227,6 +227,13 @@ def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedM
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
     return _loading(settings.name, load)
+
+
+def weights_dtype(settings: Any, device: torch.device) -> torch.dtype:
+    """`model.dtype` as a torch dtype. "auto" is bfloat16 for weights under an adapter on a GPU, else float32."""
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    return torch.bfloat16 if device.type == "cuda" and settings.lora is not False else torch.float32
 
 
 def _loading(name: str, load: Any) -> Any:

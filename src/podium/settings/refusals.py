@@ -112,6 +112,11 @@ OPTIONS: tuple[Rule, ...] = (
         "trainer.minibatches_per_step = {s.trainer.options[minibatches_per_step]}: a step has {s.run.prompts_per_step} "
         "groups and divides none; lower it or raise run.prompts_per_step",
     ),
+    (
+        lambda s: s.model.dtype == "bfloat16" and _trainer(s, "precision", None) == "float32",
+        "trainer.precision = 'float32' with model.dtype = 'bfloat16': products of bfloat16 weights are bfloat16; "
+        "remove it, or set model.dtype = 'float32'",
+    ),
 )
 """After the options of every choice are checked and present."""
 
@@ -172,12 +177,6 @@ FLYTE: tuple[Rule, ...] = (
     (
         lambda s: s.sync.name == "nccl" or s.sync.options.get("root") or s.sync.options.get("scope") == "engine",
         "[sync] has no effect with runtime.name = 'flyte': weights travel in its store; remove it",
-    ),
-    (
-        lambda s: s.model.dtype == "bfloat16" and s.engine_traits.shares_weights,
-        "model.dtype = 'bfloat16' with engine {s.engine.name!r} samples through the trainer's own adapter layers, "
-        "which are in another container; use model.dtype = 'float32' with trainer.precision = 'bfloat16', or "
-        "'vllm_local'",
     ),
 )
 """With runtime.name = "flyte"."""

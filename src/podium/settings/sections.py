@@ -106,8 +106,9 @@ class SeparateReference(Section):
 class Model(Section):
     name: ModelName = "embedded"
     """"embedded", "smollm2-135m", a folder or a hub name."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights; bfloat16 needs LoRA, and the adapter stays in float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights; bfloat16 needs LoRA, and the adapter stays in float32. auto: bfloat16 for LoRA on a
+    GPU, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of trainer and in-process engine; auto: cuda if there is a GPU."""
     lora: Lora | Literal[False] = Lora()

@@ -115,6 +115,9 @@ class Settings(Section):
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
         refuse(self.model_copy(update=resolved), OPTIONS)
+        model = self.model
+        if model.dtype == "auto" and trainer.get("precision") == "float32":
+            model = model.model_copy(update={"dtype": "float32"})  # bfloat16 weights are multiplied in bfloat16
         resolved["loss"] = resolved["loss"].completed(
             _several_updates(trainer), _lag(self.run), resolved["rollout"].options.get("max_new_tokens", 1)
         )
@@ -123,7 +126,9 @@ class Settings(Section):
             for stage in ("data", "reward", "report")
         }
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
-        return self.model_copy(update={**resolved, **lists, "eval": self.eval.model_copy(update={"data": held_out})})
+        return self.model_copy(
+            update={**resolved, **lists, "model": model, "eval": self.eval.model_copy(update={"data": held_out})}
+        )
 
     def _with_channel(self) -> Choice:
         """`[sync]` with the channel that `auto` stands for; one that cannot reach the engine is refused."""

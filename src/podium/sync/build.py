@@ -44,5 +44,5 @@ def probe_ids(settings: Settings, first_prompts: Callable[[int], Iterable[Prompt
 
 def rounding(settings: Settings, engine: Any) -> Noise:
     """How much rounding may change logprobs: that of the coarser of the two precisions of trainer and engine."""
-    precisions = {settings.trainer.options.get("precision", "float32"), engine.traits.dtype}
+    precisions = {settings.trainer.options.get("precision"), engine.traits.dtype}
     return Noise("bfloat16" if "bfloat16" in precisions else "float32")

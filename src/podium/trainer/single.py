@@ -20,6 +20,7 @@ from podium.model.device_thread import on_device_thread
 from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy, refuse_other_weights
+from podium.model.products import products_dtype
 from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
@@ -71,9 +72,12 @@ class Single:
         epochs_per_batch: Annotated[int, Field(ge=1, description="passes over the rollouts of a step")] = 1,
         minibatches_per_step: Annotated[int, Field(ge=1, description="updates per pass")] = 1,
         precision: Annotated[
-            Literal["float32", "bfloat16"],
-            Field(description="precision of matrix products; weights, logits, loss and optimizer are not affected"),
-        ] = "float32",
+            Literal["float32", "bfloat16"] | None,
+            Field(
+                description="precision of matrix products; adapter, logits, loss and optimizer are not affected; "
+                "default: bfloat16 with weights in bfloat16, else float32"
+            ),
+        ] = None,
         gradient_checkpointing: Annotated[
             bool | None,
             Field(description="less memory, about a third more time; default: only if batches would not fit otherwise"),
@@ -89,7 +93,7 @@ class Single:
         self._optimizer: Any = make_optimizer(
             self._parameters, optimizer, lr=lr, betas=betas, weight_decay=weight_decay
         )
-        self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
+        self._compute_dtype = products_dtype(precision, policy.model.dtype)
         self._reference = (
             None
             if reference is None

@@ -141,8 +141,8 @@ class DecodeStep:
         """The hidden state at each prompt's last token, from which first tokens are drawn."""
         self.rows = torch.full((ladder(capacity.slots)[-1],), capacity.slots, device=self._device)
         """The slots of the batch; a step of size n looks at the first n."""
-        self._head = torch.empty_like(head_weight(model), dtype=self.compute_dtype, requires_grad=False)
-        self.take_head()
+        self._head = head_weight(model).detach().to(self.compute_dtype)
+        """The LM head's weights in the step's precision: the model's own, or a copy."""
         self._graphs: dict[tuple[int, Kind], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         if self._device.type == "cuda":
@@ -161,8 +161,9 @@ class DecodeStep:
                 )
 
     def take_head(self) -> None:
-        """The LM head's weights as they are now, in the step's precision."""
-        self._head.copy_(head_weight(self._model))
+        """Brings a copy of the LM head's weights up to date."""
+        if self._head.data_ptr() != head_weight(self._model).data_ptr():
+            self._head.copy_(head_weight(self._model))
 
     @torch.no_grad()
     def faults(self, model: PreTrainedModel) -> list[str]:

@@ -1,8 +1,11 @@
-"""Linear layers that get the same input, computed as one product.
+"""Linear layers of the engine: with a LoRA adapter, and several of them computed as one product.
 
-A decode step has few rows, so what a product costs is mostly its start: three products for queries, keys and values
-take three times as long as one. The layers' weights become parts of one tensor, so that loading them one by one loads
-it too; in the decoding twin the first layer of a set computes the product of all and the others take their part.
+A decode step has few rows, so what a product costs is mostly its start and reading the weights: three products for
+queries, keys and values take three times as long as one. The weights of such a set of layers become parts of one
+tensor, whose last rows are the A halves of their adapters. So one product gives the base outputs and A·x of all of
+them, and one more kernel adds the branches: the B halves are blocks of one matrix that is 0 elsewhere.
+
+Nothing is held twice: a layer that shares its weight with the trainer's keeps sharing it, as a part of the joined one.
 """
 
 from __future__ import annotations
@@ -10,24 +13,103 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from podium.engine.cuda.branches import add_branches
+from podium.model.products import ExactLinear, exact_linear
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module with one input, in the order in which transformers' models call them."""
+LEAST_INNER = 16
+"""The A halves are padded with rows of zeros to this or a higher power of 2, as kernels need it."""
+
+
+class AdaptedLinear(torch.nn.Module):
+    """base(x) + scale · B·A·x, with the products that the trainer's own adapter layers make.
+
+    A merged bfloat16 weight would round small updates away, so the sampler would not be the policy that is trained.
+    """
+
+    def __init__(self, base: torch.nn.Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        self.weight, self.bias, self.scale = base.weight, base.bias, scale
+        self.out_features = base.out_features
+        self.is_exact = isinstance(base, ExactLinear)
+        self._linear = exact_linear if self.is_exact else linear
+        shapes = {"a": (rank, base.in_features), "b": (base.out_features, rank)}
+        for name, shape in shapes.items():
+            self.register_buffer(name, base.weight.detach().new_zeros(shape), persistent=False)
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def load(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a.copy_(a)
+        self.b.copy_(b)
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor:
+        """scale · B·A·x"""
+        return linear(linear(x, self.a), self.b) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x, self.weight, self.bias) + self.branch(x)
+
+
+Layer = torch.nn.Linear | AdaptedLinear
 
 
 class Joined(torch.nn.Module):
-    """Weights of several layers, one below the other, and their product while a step is under way."""
+    """The weights of layers with one input, one below the other, and their product while a step is under way."""
 
-    def __init__(self, layers: list[torch.nn.Linear]) -> None:
+    def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
+        adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
         self.sizes = [layer.out_features for layer in layers]
+        self.scale = adapted[0].scale if adapted else 0.0
         self.product: torch.Tensor | None = None
-        for name in ("weight", "bias"):
-            parts = [getattr(layer, name) for layer in layers]
-            whole = None if parts[0] is None else torch.cat([part.detach() for part in parts])
-            self.register_buffer(name, whole, persistent=False)
-            if whole is not None:
-                for layer, part in zip(layers, whole.split(self.sizes), strict=True):
-                    setattr(layer, name, torch.nn.Parameter(part, requires_grad=False))
+        self._linear = exact_linear if any(layer.is_exact for layer in adapted) else linear
+        inner = [layer.a for layer in adapted]
+        if adapted:
+            used = sum(map(len, inner))
+            padded = max(LEAST_INNER, 1 << (used - 1).bit_length())
+            inner.append(inner[0].new_zeros(padded - used, inner[0].shape[1]))
+        self._join("weight", [layer.weight for layer in layers], inner)
+        if layers[0].bias is None:
+            self.register_buffer("bias", None)
+        else:
+            biases = [layer.bias for layer in layers]
+            self._join("bias", biases, [biases[0].detach().new_zeros(sum(map(len, inner)))])
+        self.register_buffer("b", None, persistent=False)
+        if adapted:
+            self._join_branches(layers, self.weight[sum(self.sizes) :])
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    b: torch.Tensor | None
+    """`[outputs, inner]`, the B halves as blocks."""
+
+    def _join(self, name: str, parts: list[torch.nn.Parameter], others: list[torch.Tensor]) -> None:
+        whole = torch.cat([*(part.detach() for part in parts), *others])
+        self.register_buffer(name, whole, persistent=False)
+        for part, own in zip(parts, whole[: sum(self.sizes)].split(self.sizes), strict=True):
+            part.data = own  # also for the trainer's layer, if it has the same parameter
+
+    def _join_branches(self, layers: list[Layer], inner: torch.Tensor) -> None:
+        self.b = inner.new_zeros(sum(self.sizes), len(inner))
+        row = column = 0
+        for layer, size in zip(layers, self.sizes, strict=True):
+            if isinstance(layer, AdaptedLinear):
+                rank = len(layer.a)
+                layer.a = inner[column : column + rank]
+                block = self.b[row : row + size, column : column + rank]
+                layer.b = block.copy_(layer.b)
+                column += rank
+            row += size
+
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of all layers, one after the other; what comes behind them is of no use."""
+        product = self._linear(x, self.weight, self.bias)
+        if self.b is not None:
+            add_branches(product.view(-1, product.shape[-1]), self.b, self.scale)
+        return product
 
 
 class JoinedPart(torch.nn.Module):
@@ -42,7 +124,7 @@ class JoinedPart(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
-            self.joined.product = linear(x, self.joined.weight, self.joined.bias)  # type: ignore[arg-type]
+            self.joined.product = self.joined.outputs(x)
         product = self.joined.product
         assert product is not None
         if self.is_last:
@@ -51,39 +133,57 @@ class JoinedPart(torch.nn.Module):
 
 
 def join_weights(model: torch.nn.Module) -> None:
-    """Where the layers are plain ones; they compute what they did before, each by itself."""
+    """Siblings, where they are plain or adapted layers, and every other adapted layer by itself. They compute what they
+    did before, each by itself."""
     for module in list(model.modules()):
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
-            if all(type(layer) is torch.nn.Linear for layer in layers) and len({_has_bias(x) for x in layers}) == 1:
+            if all(map(_can_join, layers)) and len({layer.bias is None for layer in layers}) == 1:  # type: ignore[union-attr]
                 module.add_module(_joined_name(names), Joined(layers))  # type: ignore[arg-type]
+        done = {name for names in _sets(module) for name in names}
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, AdaptedLinear) and name not in done:
+                module.add_module(_joined_name((name,)), Joined([layer]))
 
 
 def join_products(model: torch.nn.Module) -> None:
-    """Lets a twin of such a model compute one product a set; it is for decoding only."""
+    """Lets a twin of such a model compute one product per set; it is for decoding only."""
     for module in list(model.modules()):
-        for names in SIBLINGS:
-            joined = getattr(module, _joined_name(names), None)
-            if joined is not None:
-                for number, name in enumerate(names):
-                    setattr(module, name, JoinedPart(joined, number))
+        for names in _sets(module):
+            for number, name in enumerate(names):
+                setattr(module, name, JoinedPart(getattr(module, _joined_name(names)), number))
 
 
 def apart(model: torch.nn.Module) -> list[str]:
     """Layers whose weights are no longer parts of the joined ones."""
     found = []
     for path, module in model.named_modules():
-        for names in SIBLINGS:
-            joined = getattr(module, _joined_name(names), None)
-            if joined is not None:
-                parts = zip(names, joined.weight.split(joined.sizes), strict=True)
-                found += [f"{path}.{n}" for n, part in parts if getattr(module, n).weight.data_ptr() != part.data_ptr()]
+        for names in _sets(module):
+            joined = getattr(module, _joined_name(names))
+            kept = {tensor.untyped_storage().data_ptr() for tensor in joined.buffers()}
+            for name in names:
+                layer = getattr(module, name)
+                own = [layer.weight, *(getattr(layer, half) for half in ("a", "b") if hasattr(layer, half))]
+                if any(tensor.untyped_storage().data_ptr() not in kept for tensor in own):
+                    found.append(f"{path}.{name}")
     return found
 
 
+def _sets(module: torch.nn.Module) -> list[tuple[str, ...]]:
+    """The names of the layers of each `Joined` of a module."""
+    return [
+        tuple(name.removeprefix(PREFIX).split(SEPARATOR))
+        for name, child in module.named_children()
+        if isinstance(child, Joined)
+    ]
+
+
+PREFIX, SEPARATOR = "joined_", "__and__"
+
+
 def _joined_name(names: tuple[str, ...]) -> str:
-    return "joined_" + "_".join(names)
+    return PREFIX + SEPARATOR.join(names)
 
 
-def _has_bias(layer: torch.nn.Linear | None) -> bool:
-    return layer is not None and layer.bias is not None
+def _can_join(layer: object) -> bool:
+    return type(layer) is torch.nn.Linear or (isinstance(layer, AdaptedLinear) and not layer.is_exact)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from podium.engine.cuda.adapted import AdaptedLinear
+from podium.engine.cuda.joined import AdaptedLinear
 from podium.engine.decoding.packed import PackedLinear
 from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
 
@@ -47,16 +47,6 @@ def held_adapter(
         if isinstance(module, AdaptedLinear):
             a, b, scales[layer] = module.a, module.b, module.scale
             branches[layer] = module.branch(branch_input(a.shape[1], a.device, a.dtype))[0]
-        elif hasattr(module, "lora_A"):
-            a, b, scales[layer] = (
-                module.lora_A["default"].weight,
-                module.lora_B["default"].weight,
-                module.scaling["default"],
-            )
-            x = branch_input(a.shape[1], a.device, a.dtype)
-            branches[layer] = (module.lora_B["default"](module.lora_A["default"](x)) * module.scaling["default"])[0]
-            if module.merged or module.disable_adapters or "default" not in module.active_adapters:
-                found.append(f"{layer} does not use its adapter")
         elif layer not in laid:
             found.append(f"no adapter was applied to {layer}")
             continue

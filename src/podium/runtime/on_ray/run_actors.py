@@ -180,15 +180,12 @@ class RunActors:
     def _engine_given(self) -> dict[str, Any]:
         """What `load_engine` is given (server/worker.py)."""
         settings = self._settings
-        precision, engine = (
-            settings.trainer.options.get("precision", "float32"),
-            settings.engine.model_dump(mode="json"),
-        )
+        precision, engine = settings.trainer.options.get("precision"), settings.engine.model_dump(mode="json")
         return {
             "model": settings.model.model_dump(mode="json"),
             "engine": settings.engine.name,
             "options": {key: value for key, value in engine.items() if key in settings.engine.options},
-            "compute_dtype": None if precision == "float32" else precision,
+            "compute_dtype": precision if precision == "bfloat16" else None,
         }
 
     def _find_returned(self, *kinds: ActorGroup) -> dict[str, int]:

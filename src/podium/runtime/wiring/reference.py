@@ -19,6 +19,7 @@ import torch
 from podium.errors import ReferenceLostError
 from podium.model.forward import place, policy_logprobs
 from podium.model.load import load_policy
+from podium.model.products import products_dtype
 from podium.records import Batch
 from podium.remote.codec import decode, encode
 from podium.remote.fork_server import BlockingChild, DiedError, ForkServer, RemoteError
@@ -40,11 +41,11 @@ class Reference(Protocol):
 class FrozenReference:
     """What runs in the other process: answers batches with the logprobs of the model as it was."""
 
-    def __init__(self, model: Mapping[str, Any], precision: str, seed: int) -> None:
+    def __init__(self, model: Mapping[str, Any], precision: str | None, seed: int) -> None:
         """`model` is the settings' `[model]`, as plain data."""
         self._policy = load_policy(Model.model_validate(model), seed=seed)
         self._policy.model.eval()
-        self._compute_dtype = None if precision == "float32" else getattr(torch, precision)
+        self._compute_dtype = products_dtype(precision, self._policy.model.dtype)
 
     def answer(self, content: bytes, reply: Callable[[bytes], None]) -> None:
         reply(encode(self.logprobs(decode(Batch, content)), torch.Tensor))
@@ -59,7 +60,7 @@ class FrozenReference:
 class ReferenceProcess:
     """A child process with a `FrozenReference`, ready once this object is made; it ends with this process."""
 
-    def __init__(self, model: dict[str, Any], device: str, precision: str, seed: int) -> None:
+    def __init__(self, model: dict[str, Any], device: str, precision: str | None, seed: int) -> None:
         given = {"model": model | {"device": device.partition(":")[0]}, "precision": precision, "seed": seed}
         recipe, environment = f"{__name__}:FrozenReference", _environment(device)
         server = ForkServer(recipe, given, is_shared=False, start_s=START_S, environment=environment)
@@ -103,10 +104,10 @@ def start_reference(settings: Settings) -> ReferenceProcess | None:
     return ReferenceProcess(model, given.device, precision, seed)
 
 
-def reference_needs(settings: Settings) -> tuple[dict[str, Any], str, int]:
+def reference_needs(settings: Settings) -> tuple[dict[str, Any], str | None, int]:
     """What a `FrozenReference` is made with: the model's table, the precision and the seed."""
     model = settings.model.model_dump(mode="json", exclude={"reference"}, exclude_none=True)
-    return model, settings.trainer.options.get("precision", "float32"), settings.run.seed
+    return model, settings.trainer.options.get("precision"), settings.run.seed
 
 
 def _environment(device: str) -> dict[str, str]:
