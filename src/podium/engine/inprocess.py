@@ -75,7 +75,7 @@ class Inprocess:
     ) -> None:
         self.policy_version: int | None = None
         if policy.device.type == "cuda":  # batches of all sizes leave gaps of all sizes otherwise, 8 GB of 53 once
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         is_half = policy.model.dtype != torch.float32
         self._model = policy.twin
         self._expected = policy.named_weights
