@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from podium.loss.objective.objective import Objective, checked_loss
-from podium.loss.objective.terms import Correction
+from podium.loss.objective import Correction, Objective, checked_loss
 from podium.settings.contracts import is_users
 from podium.settings.lookup import find
 from podium.settings.sections import CorrectionSection

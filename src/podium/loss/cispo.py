@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, High, ratio_of
+from podium.loss.objective import Clip, High, ratio_of
 from podium.records import Batch, PolicyLoss
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of
+from podium.loss.objective import Clip, clipped_surrogate, ratio_of
 from podium.records import Batch, PolicyLoss
 
 

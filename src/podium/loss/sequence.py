@@ -11,8 +11,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of, sum_by_document
-from podium.loss.objective.traits import loss_traits
+from podium.loss import loss_traits
+from podium.loss.objective import Clip, clipped_surrogate, ratio_of, sum_by_document
 from podium.records import Batch, PolicyLoss
 
 

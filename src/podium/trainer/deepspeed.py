@@ -25,8 +25,8 @@ from podium.model.handoff import save_gathered
 from podium.model.load import Policy
 from podium.records import ReferenceSettings
 from podium.stages import Loss
+from podium.trainer._update import sum_over_ranks
 from podium.trainer.single import Single
-from podium.trainer.update.ranks import sum_over_ranks
 
 C = TypeVar("C", bound=type)
 

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+from podium.errors import InputError
 from podium.model.device_thread import DeviceThread
 from podium.records import Answer, FinishReason, Request
 from podium.stages import OnTokens
@@ -155,3 +156,14 @@ def decode_now(decoder: Decoder, requests: Sequence[Request]) -> list[Answer]:
     jobs = [Job(request) for request in requests]
     found = {job: answer for outcomes in decoder.run(Arrivals(jobs)) for job, answer in outcomes}
     return [answer for job in jobs if isinstance(answer := found.get(job), Answer)]
+
+
+def check_room(request: Request, max_context_tokens: int) -> None:
+    """Refuses a request whose longest answer does not fit. An engine would cut the answer, or write beyond the context
+    that the model was trained for."""
+    length, longest = len(request.token_ids), request.sampling.max_new_tokens
+    if length + longest > max_context_tokens:
+        raise InputError(
+            f"{request.label} has {length} tokens and may get {longest} more; the engine's context has "
+            f"{max_context_tokens}; shorten the prompt or lower max_new_tokens"
+        )
