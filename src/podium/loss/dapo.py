@@ -20,9 +20,7 @@ def dapo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip: Annotated[
-        Clip, Field(description="ratios outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]")
-    ] = (0.2, 0.28),
+    clip: Clip = (0.2, 0.28),
     dual_clip: Annotated[
         float | None, Field(gt=1, description="for negative advantages, ratios count at most this much")
     ] = None,

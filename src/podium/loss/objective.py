@@ -30,8 +30,11 @@ MAX_LOG_RATIO = 20.0
 
 Low = Annotated[float, Field(ge=0, le=1)]
 High = Annotated[float, Field(ge=0)]
-Clip = Low | tuple[Low, High]
+Bounds = Low | tuple[Low, High]
 """How far a ratio may be below and above 1, [low, high]; one number is both."""
+_SCOPE = "outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]"
+Clip = Annotated[Bounds, Field(description=f"ratios {_SCOPE}")]
+RolloutClip = Annotated[Bounds, Field(description=f"rollouts with a ratio {_SCOPE}")]
 
 
 def ratio_of(policy_logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ def mean_by_document(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     return sum_by_document(values, batch) / tokens_per_document(batch)[batch.document_ids]
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> PolicyLoss:
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Bounds) -> PolicyLoss:
     """max(−r·A, −clamp(r, 1 − low, 1 + high)·A), and which bound took a gradient away."""
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     unclipped = -ratio * advantages
@@ -147,19 +150,16 @@ def fold_into_advantages(
 
     This replaces the KL term in the loss: tokens that drift further from the reference than average get less credit.
     """
-    drifts = [drift_from_reference(batch) for batch in batches]
+    drifts = [
+        (batch.rollout_logprobs - batch.reference_logprobs) * batch.loss_mask  # type: ignore[operator]
+        for batch in batches
+    ]
     totals = {batch.minibatch: batch.num_loss_tokens for batch in batches}
     mean = sum_over_ranks(torch.stack([drift.sum() for drift in drifts]).sum()) / sum(totals.values())
     return [
         replace(batch, advantages=batch.advantages + coefficient * batch.loss_mask * (mean - drift))
         for batch, drift in zip(batches, drifts, strict=True)
     ]
-
-
-def drift_from_reference(batch: Batch) -> torch.Tensor:
-    """rollout − reference on loss tokens, 0 elsewhere."""
-    assert batch.reference_logprobs is not None
-    return (batch.rollout_logprobs - batch.reference_logprobs) * batch.loss_mask
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,10 @@ class Objective:
         return list(batches)
 
     def __call__(self, policy_logprobs: torch.Tensor, batch: Batch) -> LossOutput:
-        old = self._old(policy_logprobs, batch)
+        if self.old == "rollout":
+            old = batch.rollout_logprobs
+        else:
+            old = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         parts = self.policy_loss(policy_logprobs, old, batch)
         weights = correction_weights(old, batch, self.correction)
         per_token = parts.per_token * weights
@@ -207,11 +210,6 @@ class Objective:
             clipped_high=parts.clipped_high,
         )
 
-    def _old(self, policy_logprobs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        if self.old == "rollout":
-            return batch.rollout_logprobs
-        return policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-
     def _kl(self, policy_logprobs: torch.Tensor, old: torch.Tensor, batch: Batch) -> torch.Tensor:
         if not self.kl_beta or self.kl_estimator == "in_advantages":
             return policy_logprobs.new_zeros(())
@@ -221,58 +219,54 @@ class Objective:
 
 
 def checked_loss(function: Callable[..., Any], name: str) -> PolicyLossFunction:
-    """The same loss with its result checked at each call and its gradient checked once."""
+    """A user's loss with its result checked at each call and its gradient checked once."""
     has_gradient = False
+
+    def call(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
+        named = {f"batch.{field}": getattr(batch, field) for field in (*PER_TOKEN, "document_ids", "cu_seqlens")}
+        named |= {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs}
+        before = {field: tensor._version for field, tensor in named.items() if tensor is not None}
+        with user_code("loss.name", name):
+            parts = function(policy_logprobs, old_logprobs, batch)
+        changed = [field for field, version in before.items() if named[field]._version != version]
+        if changed:
+            raise InputError(
+                f"loss.name = {name!r} changed {changed[0]} in place, but other code reads it too; make a new tensor, "
+                "for example a * b instead of a.mul_(b)"
+            )
+        if not isinstance(parts, PolicyLoss):
+            raise InputError(
+                f"loss.name = {name!r} returned a {type(parts).__name__}; return podium.records.PolicyLoss"
+            )
+        if (shape := getattr(parts.per_token, "shape", ())) != policy_logprobs.shape:
+            raise InputError(
+                f"loss.name = {name!r}: per_token has the shape {list(shape)} and the logprobs have "
+                f"{list(policy_logprobs.shape)}; return one value per token"
+            )
+        return parts
+
+    def check_gradient(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> None:
+        """Uses a copy of the logprobs, so that an error comes from the loss and not from the model."""
+        alone = policy_logprobs.detach().clone().requires_grad_()
+        parts = call(alone, old_logprobs, batch)
+        total = parts.per_token.sum() if parts.penalty is None else (parts.per_token + parts.penalty).sum()
+        found = None
+        if total.requires_grad:
+            with user_code("loss.name", name):
+                found = torch.autograd.grad(total, alone, allow_unused=True)[0]
+        if found is None:
+            raise InputError(
+                f"loss.name = {name!r}: per_token has no gradient with respect to policy_logprobs, so the run would "
+                "learn nothing; compute it from policy_logprobs without detach(), item() or no_grad()"
+            )
 
     def loss(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch) -> PolicyLoss:
         nonlocal has_gradient
-        parts = _called(function, name, policy_logprobs, old_logprobs, batch)
+        parts = call(policy_logprobs, old_logprobs, batch)
         if policy_logprobs.requires_grad and torch.is_grad_enabled() and not has_gradient:
             with keeping_random_state():
-                _check_gradient(function, name, policy_logprobs, old_logprobs, batch)
+                check_gradient(policy_logprobs, old_logprobs, batch)
             has_gradient = True
         return parts
 
     return loss
-
-
-def _called(
-    function: Callable[..., Any], name: str, policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch
-) -> PolicyLoss:
-    named = {f"batch.{field}": getattr(batch, field) for field in (*PER_TOKEN, "document_ids", "cu_seqlens")}
-    named |= {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs}
-    before = {field: tensor._version for field, tensor in named.items() if tensor is not None}
-    with user_code("loss.name", name):
-        parts = function(policy_logprobs, old_logprobs, batch)
-    changed = [field for field, version in before.items() if named[field]._version != version]
-    if changed:
-        raise InputError(
-            f"loss.name = {name!r} changed {changed[0]} in place, but other code reads it too; make a new tensor, "
-            "for example a * b instead of a.mul_(b)"
-        )
-    if not isinstance(parts, PolicyLoss):
-        raise InputError(f"loss.name = {name!r} returned a {type(parts).__name__}; return podium.records.PolicyLoss")
-    if getattr(parts.per_token, "shape", None) != policy_logprobs.shape:
-        raise InputError(
-            f"loss.name = {name!r}: per_token has the shape {list(getattr(parts.per_token, 'shape', ()))} "
-            f"and the logprobs have {list(policy_logprobs.shape)}; return one value per token"
-        )
-    return parts
-
-
-def _check_gradient(
-    function: Callable[..., Any], name: str, policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Batch
-) -> None:
-    """Uses a copy of the logprobs, so that an error comes from the loss and not from the model."""
-    alone = policy_logprobs.detach().clone().requires_grad_()
-    parts = _called(function, name, alone, old_logprobs, batch)
-    total = parts.per_token.sum() if parts.penalty is None else (parts.per_token + parts.penalty).sum()
-    found = None
-    if total.requires_grad:
-        with user_code("loss.name", name):
-            found = torch.autograd.grad(total, alone, allow_unused=True)[0]
-    if found is None:
-        raise InputError(
-            f"loss.name = {name!r}: per_token has no gradient with respect to policy_logprobs, so the run would "
-            "learn nothing; compute it from policy_logprobs without detach(), item() or no_grad()"
-        )

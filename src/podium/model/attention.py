@@ -11,8 +11,9 @@ attention that it does not know, so a mask of size `[L, L]` never exists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -119,30 +120,21 @@ def row_of(batch: Batch, *, shared_prefix: bool = False) -> PackedRow:
     return PackedRow(batch.token_ids[taken], batch.position_ids[taken], segments, places, row_of_token[places - 1])
 
 
-def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of adjacent documents with the same prompt."""
-    first = 0
-    for number in range(1, batch.num_documents + 1):
-        if number == batch.num_documents or batch.ordinals[number] != batch.ordinals[first]:
-            yield first, number
-            first = number
-
-
 def _shared_row(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Segments]:
     """(the batch's token at each place of the row, the place of each token of the batch, the segments).
 
-    One segment per prompt, then one per answer to it, run by run.
+    One segment per prompt, then one per answer to it, run by run. A run is adjacent documents with the same prompt.
     """
-    runs = list(_runs(batch))
-    sizes = np.array([last - first for first, last in runs])
-    prompt_lengths = np.array([batch.answer_starts[first] for first, _ in runs])
+    sizes = np.array([len(list(run)) for _, run in groupby(batch.ordinals)])
+    firsts = _starts(sizes)[:-1]
+    prompt_lengths = np.array(batch.answer_starts)[firsts]
     prompts = _starts(sizes + 1)[:-1]  # segments of prompts
-    answers = np.setdiff1d(np.arange(sizes.sum() + len(runs)), prompts)  # segments of answers
+    answers = np.setdiff1d(np.arange(sizes.sum() + len(sizes)), prompts)  # segments of answers
     prompt_of = np.repeat(prompts, sizes + 1)
 
     starts = batch.cu_seqlens.numpy().astype(np.int64)
     begins = np.empty(len(prompt_of), dtype=np.int64)  # where a segment's tokens are in the batch
-    begins[prompts] = starts[[first for first, _ in runs]]
+    begins[prompts] = starts[firsts]
     begins[answers] = starts[:-1] + batch.answer_starts
     lengths = np.empty_like(begins)
     lengths[prompts], lengths[answers] = prompt_lengths, starts[1:] - begins[answers]
@@ -150,8 +142,8 @@ def _shared_row(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Segments]:
     before[answers] = np.repeat(prompt_lengths, sizes)
 
     places, keys = _starts(lengths)[:-1], _starts(before + lengths)
-    copies = np.full((len(runs), sizes.max()), -1)
-    copies[np.repeat(np.arange(len(runs)), sizes), _ranges(np.zeros_like(sizes), sizes)] = keys[answers]
+    copies = np.full((len(sizes), sizes.max()), -1)
+    copies[np.repeat(np.arange(len(sizes)), sizes), _ranges(np.zeros_like(sizes), sizes)] = keys[answers]
     copies = np.repeat(copies, prompt_lengths, axis=0)
     offsets = _ranges(np.zeros_like(prompt_lengths), prompt_lengths)[:, None]
     both = np.stack([places[prompt_of], places], 1), np.stack([before, lengths], 1)  # a segment's prompt, then itself
@@ -203,7 +195,9 @@ def packed_attention(module, query, key, value, attention_mask, segments: Segmen
             "this model soft-caps its attention scores, which Podium's attention does not support; use another model"
         )
     if segments is not None:
-        dtype = _product_dtype(query)
+        device = query.device.type
+        # Rotary embeddings leave queries and keys in float32, whatever autocast's dtype.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
         q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_dim]
         if segments.shared is not None:
             k, v = keys_of_segments(k, segments.shared), keys_of_segments(v, segments.shared)
@@ -238,12 +232,6 @@ def _one_query_a_row(query, key, value, mask: torch.Tensor, scaling: float) -> t
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
     out = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
     return out.reshape(rows, 1, heads, -1)
-
-
-def _product_dtype(query: torch.Tensor) -> torch.dtype:
-    """The dtype of autocast if it is on: rotary embeddings leave queries and keys in float32."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def keys_of_segments(tokens: torch.Tensor, shared: SharedKeys) -> torch.Tensor:

@@ -49,9 +49,14 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Finds special tokens in a text, the longest first. Cached: some models have hundreds, and every row asks."""
-    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    every = sorted({*marked, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    every = sorted(_special_names(tokenizer), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, every))) if every else None
+
+
+def _special_names(tokenizer: Any) -> set[str]:
+    """Names of all special tokens; some of those that were added are not in `all_special_tokens`."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
 
 
 def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
@@ -111,8 +116,7 @@ def _with_stand_ins(tokenizer: Any) -> tuple[Any, dict[str, str], dict[int, int]
 
     doubled, nonce = copy.deepcopy(tokenizer), secrets.token_hex(16)
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    specials = sorted({*(name for name, token in added.items() if token.special), *tokenizer.all_special_tokens})
-    stand_ins = {name: f"x{nonce}x{number}x" for number, name in enumerate(specials)}
+    stand_ins = {name: f"x{nonce}x{number}x" for number, name in enumerate(sorted(_special_names(tokenizer)))}
     for name, stand_in in stand_ins.items():
         token = added.get(name, AddedToken(name, normalized=False))
         rules = {rule: getattr(token, rule) for rule in ("single_word", "lstrip", "rstrip", "normalized")}
@@ -191,7 +195,6 @@ def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
 @lru_cache(maxsize=4)
 def _special_tags(tokenizer: Any) -> dict[int, str]:
     """Id → text of the special tokens that are a tag or part of one; plain decoding would drop them."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()  # not all of them are in `all_special_tokens`
-    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-    tags = [token for token in special if token and any(token in tag for pair in STYLES.items() for tag in pair)]
+    special = _special_names(tokenizer)
+    tags = [token for token in special if any(token in tag for pair in STYLES.items() for tag in pair)]
     return dict(zip(tokenizer.convert_tokens_to_ids(tags), tags, strict=True))

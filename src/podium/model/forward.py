@@ -9,7 +9,7 @@ does not grow with vocabulary times tokens. The entropy carries no gradient.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -164,42 +164,32 @@ def to_device(record: R, device: torch.device) -> R:
     if device.type == "cpu":
         return record
     tensors: dict[int, torch.Tensor] = {}
-    _collect(record, tensors)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            tensors[id(tensor)] = tensor
+        return tensor
+
+    _with_tensors(record, note)
     moved: dict[int, torch.Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
         some = {key: tensor for key, tensor in tensors.items() if tensor.dtype == dtype}
-        flat = torch.cat([_padded(tensor) for tensor in some.values()]).to(device)
-        pieces = flat.split([len(_padded(tensor)) for tensor in some.values()])
+        padded = [torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % ALIGNMENT)) for t in some.values()]
+        pieces = torch.cat(padded).to(device).split([len(tensor) for tensor in padded])
         moved |= {key: p[: t.numel()].view(t.shape) for (key, t), p in zip(some.items(), pieces, strict=True)}
-    return _rebuilt(record, moved)
+    return _with_tensors(record, lambda tensor: moved.get(id(tensor), tensor))
 
 
-def _collect(value: Any, tensors: dict[int, torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        tensors[id(value)] = value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if field.name != "cu_seqlens":
-                _collect(getattr(value, field.name), tensors)
-    elif isinstance(value, tuple):
-        for each in value:
-            _collect(each, tensors)
-
-
-def _rebuilt(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same value with each tensor changed, except a batch's `cu_seqlens`."""
     if isinstance(value, torch.Tensor):
-        return moved.get(id(value), value)
+        return change(value)
     if isinstance(value, tuple):
-        return tuple(_rebuilt(each, moved) for each in value)
+        return tuple(_with_tensors(each, change) for each in value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    fields = {field.name: _rebuilt(getattr(value, field.name), moved) for field in dataclasses.fields(value)}
-    return dataclasses.replace(value, **fields)
-
-
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % ALIGNMENT))
+    names = [field.name for field in dataclasses.fields(value) if field.name != "cu_seqlens"]
+    return replace(value, **{name: _with_tensors(getattr(value, name), change) for name in names})
 
 
 MAX_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}

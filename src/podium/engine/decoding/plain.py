@@ -22,13 +22,13 @@ from podium.model.forward import capped, decoder_states, head_weight, logits_of,
 from podium.model.products import is_plain_linear
 
 LEAVE_SHARE = 0.25
-"""Finished slots leave once they are this share of the batch: leaving copies the cache."""
+"""Finished slots leave the batch only when they are this share of it, because leaving copies the cache."""
 STEPS_PER_TURN = 8
 """Tokens per rollout after which other work of the device thread gets its turn."""
 
 
 class PlainDecoder:
-    """`version` gives that of the weights. At most `concurrency` rollouts are written at the same time."""
+    """`version` returns the version of the weights. At most `concurrency` rollouts are written at the same time."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ def _first_group(waiting: deque[Job]) -> list[Job]:
 
 
 LEAST_WEIGHTS = 1 << 17
-"""Of a layer: a smaller one gains less than the call costs."""
+"""A layer with fewer weights is not packed: it would gain less than the call costs."""
 ROWS = 64
-"""For which the order is chosen; it serves other numbers of rows too."""
+"""The order is chosen for this number of rows; it works for other numbers too."""
 
 
 class PackedLinear(torch.nn.Module):
-    """Stands for a linear layer, whose parameters it keeps; it computes with the weights as of the last `pack`."""
+    """Replaces a linear layer and keeps its parameters, but multiplies with the weights of the last `pack`."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
@@ -196,10 +196,10 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_layers(model: PreTrainedModel) -> list[PackedLinear]:
-    """Puts packed layers in the place of the large ones, the LM head included, where this torch can compute them."""
+    """Replaces the large layers, the LM head included, by packed ones if this torch can compute them."""
     packed = []
     for name, layer in _large_layers(model):
-        if isinstance(layer, PackedLinear):  # by another engine over the same layers
+        if isinstance(layer, PackedLinear):  # another engine over the same layers has packed it
             layer.pack(layer.weight)
         else:
             layer = PackedLinear(layer)
@@ -209,7 +209,7 @@ def pack_layers(model: PreTrainedModel) -> list[PackedLinear]:
 
 
 def packed_weights(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Of which `pack_layers` makes, or has made, a copy."""
+    """The weights of which `pack_layers` makes, or has made, a copy."""
     return [layer.weight for _, layer in _large_layers(model)]
 
 
@@ -225,7 +225,7 @@ def _large_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 
 def _can_pack() -> bool:
-    """Tried out: the two operators are torch's own, but not promised to anyone."""
+    """Whether torch's two operators for packed layers work; they are not part of its public interface."""
     layer: Any = torch.nn.utils.skip_init(torch.nn.Linear, 16, 16, bias=False)  # draws no random numbers
     x = torch.arange(16.0)[None]
     try:

@@ -19,7 +19,7 @@ import torch
 
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.decoding.queue import Decoder, decode_now
-from podium.errors import InputError, ParityError
+from podium.errors import InputError, ParityError, first_line
 from podium.model.device_thread import on_device_thread
 from podium.model.evidence import fixed_signs, mean_gap
 from podium.model.forward import sequence_logprobs
@@ -80,10 +80,9 @@ def refusing_to_decode() -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"engine.name = 'inprocess' cannot decode this architecture ({type(error).__name__}: {reason}); use "
-            "another model, or engine.name = 'vllm_local'"
+            f"engine.name = 'inprocess' cannot decode this architecture ({type(error).__name__}: {first_line(error)}); "
+            "use another model, or engine.name = 'vllm_local'"
         ) from None
 
 
