@@ -24,8 +24,7 @@ from _end_to_end_gpu import WORKLOADS, config_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction
+from podium.loss.objective import Correction, Objective
 from podium.model import attention
 from podium.model.products import keep_exact_sums
 from podium.pack import pack

@@ -30,7 +30,7 @@ def flash_decode() -> None:
 
 
 def softmax_rows() -> None:
-    from podium.model.logprobs import _softmax
+    from podium.model.forward import _softmax
     from podium.model.softmax_kernel import softmax_rows
 
     for vocabulary, softcap in ((97, None), (4096, 20.0), (9001, None)):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.model.packed_row import row_of
+from podium.model.attention import row_of
 from podium.pack import best_fit, even_bins, pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 

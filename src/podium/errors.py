@@ -2,6 +2,11 @@
 gone wrong (exit code 1) instead of letting it go on in silence."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class PodiumError(Exception):
     """A failure with a message that says the cause and the remedy; shown without a traceback."""
 

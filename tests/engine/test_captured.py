@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from podium.engine.cuda import captured as module
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.joined import join_weights
-from podium.engine.decoding.packed import PackedLinear
+from podium.engine.decoding.plain import PackedLinear
 from podium.engine.decoding.queue import Arrivals, Job, decode_now
 from podium.engine.decoding.trial import captured_gap, small_policy
 from podium.engine.inprocess import Inprocess

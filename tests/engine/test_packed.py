@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from podium.engine.decoding import packed
-from podium.engine.decoding.packed import PackedLinear, pack_layers
+from podium.engine.decoding.plain import PackedLinear, _can_pack, pack_layers
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import EMBEDDED, Policy, load_policy
@@ -22,7 +21,7 @@ from tests.runtime.test_memory import policy_of, settings_of
 
 PROBE = list(range(3, 20))
 
-pytestmark = pytest.mark.skipif(not packed._can_pack(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not _can_pack(), reason="this torch has no oneDNN")
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from podium.model import logprobs as module
-from podium.model.logprobs import token_logprobs
+from podium.model import forward as module
+from podium.model.forward import token_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -10,7 +10,7 @@ import torch._inductor.config
 import torch._inductor.cpu_vec_isa
 
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
+from podium.loss.objective import Objective
 from podium.model.load import load_policy
 from podium.pack import pack
 from podium.records import Group, Prompt, Rollout, ids_digest

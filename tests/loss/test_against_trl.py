@@ -15,7 +15,7 @@ from podium.loss.cispo import cispo
 from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
-from podium.loss.objective.objective import Objective
+from podium.loss.objective import Objective
 from podium.model.forward import place, policy_logprobs
 from podium.model.load import load_policy
 from podium.pack import Document, to_batch

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction, correction_weights
+from podium.loss.objective import Correction, Objective, correction_weights
 from tests.loss.batches import a_batch
 
 LN = math.log

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction
-from podium.loss.objective.traits import traits_of
+from podium.loss import traits_of
+from podium.loss.objective import Correction, Objective
 from podium.records import Batch
 from podium.settings.lookup import choices, find
 from tests.loss.batches import a_batch

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import fold_into_advantages, kl_per_token
+from podium.loss.objective import Objective, fold_into_advantages, kl_per_token
 from tests.loss.batches import a_batch
 
 # d = policy − reference = 0.5 and −1.0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from podium.loss import traits_of
 from podium.loss.cispo import cispo
 from podium.loss.dapo import dapo
 from podium.loss.dro import dro
@@ -18,9 +19,7 @@ from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
 from podium.loss.importance_sampling import importance_sampling
 from podium.loss.mean_logprob import mean_logprob
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction
-from podium.loss.objective.traits import traits_of
+from podium.loss.objective import Correction, Objective
 from podium.loss.reinforce import reinforce
 from podium.loss.sequence import sequence
 from podium.records import LossOutput

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from podium.model import attention
+from podium.model.attention import Segments
 from podium.model.forward import place, policy_logprobs, sequence_logprobs
-from podium.model.packed_row import Segments
 from podium.pack import Document, to_batch
 from podium.records import Batch, Prompt, Rollout
 

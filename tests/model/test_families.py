@@ -11,7 +11,7 @@ import pytest
 
 from podium.errors import InputError
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
+from podium.loss.objective import Objective
 from podium.model.load import load_policy
 from podium.settings.tables import Settings
 from podium.trainer.single import Single

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from podium.model import logprobs as module
-from podium.model.logprobs import token_logprobs
+from podium.model import forward as module
+from podium.model.forward import token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

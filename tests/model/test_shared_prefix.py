@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podium.model.attention import row_of
 from podium.model.forward import place
-from podium.model.packed_row import row_of
 from podium.pack import Document
 from podium.records import Prompt, Rollout
 from tests.model.test_attention import SHAPES, a_batch, a_model, logprobs_of

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from podium.errors import InputError, ReferenceLostError
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
+from podium.loss.objective import Objective
 from podium.records import ReferenceSettings
 from podium.runtime.wiring.reference import ReferenceProcess
 from podium.settings.tables import Settings

@@ -15,13 +15,11 @@ import torch.distributed as dist
 from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction
+from podium.loss.objective import Correction, Objective
 from podium.model.forward import PlacedBatch, place
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
-from podium.trainer.update.ranks import sum_gradients, sum_over_ranks, together
-from podium.trainer.update.step import check_ids, gradients_of_update
+from podium.trainer._update import check_ids, gradients_of_update, sum_gradients, sum_over_ranks, together
 
 OBJECTIVES = {
     "grpo, tokens": Objective(grpo, "tokens", correction=Correction()),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from podium.cli import main
 from podium.errors import CheckpointError, InputError
-from podium.trainer.update.optimizer import (
+from podium.trainer._optimizer import (
     check_optimizer,
     load_optimizer_state,
     make_optimizer,

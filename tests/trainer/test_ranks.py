@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium.errors import RankError, TokenMismatchError
-from podium.trainer.update.ranks import Outcome, worst_over_ranks
+from podium.trainer._update import Outcome, worst_over_ranks
 from tests.trainer.ranks import OBJECTIVES, RARE, Example, Pair, single_steps, update
 
 SMALL = Example([[(3, 4, 5), (6, 7)], [(8,), (9, 3, 4, 5)]], [[1.0, -0.5], [-1.0, 0.25]])

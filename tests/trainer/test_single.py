@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from podium.errors import SharedPrefixError, SplitError, TokenMismatchError
+from podium.loss import traits_of
 from podium.loss.grpo import grpo
-from podium.loss.objective.objective import Objective
-from podium.loss.objective.terms import Correction
-from podium.loss.objective.traits import traits_of
+from podium.loss.objective import Correction, Objective
 from podium.model import attention, fused
 from podium.model.forward import PlacedBatch
 from podium.model.load import load_policy
@@ -23,8 +22,8 @@ from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids
 from podium.settings.lookup import choices, find
 from podium.settings.tables import Model
 from podium.trainer import single as single_module
+from podium.trainer._update import gradients_of_update
 from podium.trainer.single import Single
-from podium.trainer.update.step import gradients_of_update
 from tests.broken import own_denominator
 
 TEXTS = ["37 + 48 = 85\n#### 85", "37 + 48 = 86", "1", "37 + 48 = 85\n#### 86"]

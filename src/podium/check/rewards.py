@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from podium.data.build import build_data, read_sources
 from podium.errors import RewardContractError
+from podium.model.chat import CLOSE
 from podium.model.load import load_policy
-from podium.model.thinking import CLOSE
 from podium.records import Group, Prompt, Rollout, ids_digest
 from podium.reward.build import build_scoring, check_rewards
 from podium.reward.scoring.contract import Failed, answer_text, declared_range

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.data.rows.columns import AnswerColumn, Columns, PromptColumn, Remap, RewardColumn, read_rows
-from podium.errors import InputError
+from podium.errors import InputError, first_line
 from podium.model.hub import hub_is_reachable
 from podium.records import Row
 
@@ -116,4 +116,4 @@ def _reason(error: BaseException) -> str:
     """The first line of the innermost error: the library's outer error only says that something failed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

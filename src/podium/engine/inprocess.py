@@ -29,10 +29,8 @@ from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.joined import AdaptedLinear, join_weights
 from podium.engine.cuda.replayed_score import ReplayedScore
 from podium.engine.decoding.evidence import Halves, held_adapter, held_full, merged
-from podium.engine.decoding.packed import PackedLinear, pack_layers
-from podium.engine.decoding.plain import PlainDecoder
-from podium.engine.decoding.queue import Arrivals, Decoder, Outcome, RequestQueue, decode_now
-from podium.engine.decoding.room import check_room
+from podium.engine.decoding.plain import PackedLinear, PlainDecoder, pack_layers
+from podium.engine.decoding.queue import Arrivals, Decoder, Outcome, RequestQueue, check_room, decode_now
 from podium.engine.decoding.trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.evidence import Held

@@ -19,7 +19,8 @@ import torch
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from podium.engine.decoding.room import check_room
+from podium.engine.decoding.queue import check_room
+from podium.engine.decoding.trial import check_application
 from podium.engine.vllm.evidence import held_adapter, held_full
 from podium.engine.vllm.steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
@@ -27,7 +28,6 @@ from podium.model.device_thread import on_device_thread
 from podium.model.evidence import Held
 from podium.model.handoff import in_saved_format, publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
-from podium.model.trial import check_application
 from podium.records import Answer, EngineTraits, FinishReason, Request, Sampling
 from podium.stages import OnTokens
 

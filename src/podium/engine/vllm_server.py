@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from podium.engine.decoding.room import check_room
+from podium.engine.decoding.queue import check_room
 from podium.engine.vllm.connection import Connection, token_of
 from podium.errors import CodecError, EngineError, InputError, PodiumError, WeightsError
 from podium.model.chat import tokenizer_fingerprint

@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from podium.loss.objective.objective import Objective, checked_loss
-from podium.loss.objective.terms import Correction
+from podium.loss.objective import Correction, Objective, checked_loss
 from podium.settings.contracts import is_users
 from podium.settings.lookup import find
 from podium.settings.sections import CorrectionSection
@@ -18,10 +17,10 @@ def build_objective(settings: Settings) -> Objective:
     correction = None
     if isinstance(given.correction, CorrectionSection):
         correction = Correction(**given.correction.model_dump())
-    shared = {key: getattr(given, key) for key in SHARED}
+    shared = {key: value for key in SHARED if (value := getattr(given, key)) is not None}
     function = partial(find("loss", given.name), **given.options)
     return Objective(
         policy_loss=checked_loss(function, given.name) if is_users(given.name) else function,
         correction=correction,
-        **{key: value for key, value in shared.items() if value is not None},
+        **shared,
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, High, ratio_of
+from podium.loss.objective import Bounds, High, ratio_of
 from podium.records import Batch, PolicyLoss
 
 
@@ -20,7 +20,7 @@ def cispo(
     batch: Batch,
     *,
     clip: Annotated[
-        Clip | tuple[Literal["none"], High],
+        Bounds | tuple[Literal["none"], High],
         Field(description='bounds of the weight, [1 - low, 1 + high]; one number c is [c, c]; low may be "none"'),
     ] = (0.2, 0.28),
 ) -> PolicyLoss:

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of
+from podium.loss.objective import Clip, clipped_surrogate, ratio_of
 from podium.records import Batch, PolicyLoss
 
 
@@ -20,9 +20,7 @@ def dapo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip: Annotated[
-        Clip, Field(description="ratios outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]")
-    ] = (0.2, 0.28),
+    clip: Clip = (0.2, 0.28),
     dual_clip: Annotated[
         float | None, Field(gt=1, description="for negative advantages, ratios count at most this much")
     ] = None,

@@ -7,12 +7,9 @@ From DeepSeekMath (arXiv 2402.03300), after PPO (arXiv 1707.06347). With one upd
 itself, r = 1, and the clip cannot bind: the gradient is that of −A · policy.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of
+from podium.loss.objective import Clip, clipped_surrogate, ratio_of
 from podium.records import Batch, PolicyLoss
 
 
@@ -21,8 +18,6 @@ def grpo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip: Annotated[
-        Clip, Field(description="ratios outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]")
-    ] = (0.2, 0.2),
+    clip: Clip = (0.2, 0.2),
 ) -> PolicyLoss:
     return clipped_surrogate(ratio_of(policy_logprobs, old_logprobs), batch.advantages, clip)

@@ -7,13 +7,10 @@ From GSPO (arXiv 2507.18071), in its token form: every token has the value of th
 gradient. Averaged per rollout.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, mean_by_document
-from podium.loss.objective.traits import loss_traits
+from podium.loss import loss_traits
+from podium.loss.objective import RolloutClip, clipped_surrogate, mean_by_document
 from podium.records import Batch, PolicyLoss
 
 
@@ -23,12 +20,7 @@ def gspo(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip: Annotated[
-        Clip,
-        Field(
-            description="rollouts with a ratio outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]"
-        ),
-    ] = (3e-4, 4e-4),
+    clip: RolloutClip = (3e-4, 4e-4),
 ) -> PolicyLoss:
     of_rollout = mean_by_document(policy_logprobs.detach() - old_logprobs, batch)
     ratio = (policy_logprobs - policy_logprobs.detach() + of_rollout).clamp(max=10).exp()

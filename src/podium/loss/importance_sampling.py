@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import ratio_of, unclipped
+from podium.loss.objective import ratio_of, unclipped
 from podium.records import Batch, PolicyLoss
 
 

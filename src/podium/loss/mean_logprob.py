@@ -8,8 +8,8 @@ a sampler that holds the weights that are updated.
 
 import torch
 
-from podium.loss.objective.ratios import ratio_of, unclipped
-from podium.loss.objective.traits import loss_traits
+from podium.loss import loss_traits
+from podium.loss.objective import ratio_of, unclipped
 from podium.records import Batch, PolicyLoss
 
 

@@ -13,8 +13,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from podium.loss.objective.ratios import ratio_of, unclipped
-from podium.loss.objective.traits import loss_traits
+from podium.loss import loss_traits
+from podium.loss.objective import ratio_of, unclipped
 from podium.records import Batch, PolicyLoss
 
 

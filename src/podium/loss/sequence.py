@@ -6,13 +6,10 @@ Each rollout counts once, whatever its length. The ratio of a long answer leaves
 length-normalised form.
 """
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
 
-from podium.loss.objective.ratios import Clip, clipped_surrogate, ratio_of, sum_by_document
-from podium.loss.objective.traits import loss_traits
+from podium.loss import loss_traits
+from podium.loss.objective import RolloutClip, clipped_surrogate, ratio_of, sum_by_document
 from podium.records import Batch, PolicyLoss
 
 
@@ -22,12 +19,7 @@ def sequence(
     old_logprobs: torch.Tensor,
     batch: Batch,
     *,
-    clip: Annotated[
-        Clip,
-        Field(
-            description="rollouts with a ratio outside [1 - low, 1 + high] carry no gradient; one number c is [c, c]"
-        ),
-    ] = (0.2, 0.2),
+    clip: RolloutClip = (0.2, 0.2),
 ) -> PolicyLoss:
     # Every token of a rollout has the same value, so the mean over its tokens is the rollout's loss.
     ratio = ratio_of(sum_by_document(policy_logprobs, batch), sum_by_document(old_logprobs, batch))

@@ -1,4 +1,4 @@
-"""Messages to token ids, on the client side.
+"""Messages to token ids, on the client side, and the tags around a model's thinking, in texts and in token ids.
 
 Applies the tokenizer's chat template with the generation prompt. Messages without special tokens get exactly the ids of
 `apply_chat_template(tokenize=True)`. A tokenizer without a template belongs to a base model; its prompt is the plain
@@ -7,6 +7,8 @@ text of the turns, separated by line breaks.
 A special token inside a message stays text: users cannot end their turn by typing the end-of-turn token. A token is
 special if the tokenizer says so. Other added tokens, such as `<think>` or `<tool_call>` of many models, are words that
 a message may use.
+
+Imports no torch, and tokenizer libraries only to render: reward workers use it too.
 """
 
 import copy
@@ -16,11 +18,8 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import count, groupby
 from typing import Any
-
-from jinja2 import TemplateError
-from tokenizers import AddedToken
 
 from podium.errors import InputError
 
@@ -50,12 +49,19 @@ def render(tokenizer: Any, messages: Sequence[Message], system: str | None = Non
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     """Finds special tokens in a text, the longest first. Cached: some models have hundreds, and every row asks."""
-    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    every = sorted({*marked, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+    every = sorted(_special_names(tokenizer), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, every))) if every else None
 
 
+def _special_names(tokenizer: Any) -> set[str]:
+    """Names of all special tokens; some of those that were added are not in `all_special_tokens`."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
+
+
 def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+    from jinja2 import TemplateError
+
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except (TemplateError, TypeError, ValueError) as error:
@@ -106,10 +112,11 @@ def _with_stand_ins(tokenizer: Any) -> tuple[Any, dict[str, str], dict[int, int]
     `split_special_tokens`, special tokens are split but stand-ins are not, so a whole prompt can be encoded at once,
     and spaces and line breaks next to a special token are treated as usual.
     """
+    from tokenizers import AddedToken
+
     doubled, nonce = copy.deepcopy(tokenizer), secrets.token_hex(16)
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    specials = sorted({*(name for name, token in added.items() if token.special), *tokenizer.all_special_tokens})
-    stand_ins = {name: f"x{nonce}x{number}x" for number, name in enumerate(specials)}
+    stand_ins = {name: f"x{nonce}x{number}x" for number, name in enumerate(sorted(_special_names(tokenizer)))}
     for name, stand_in in stand_ins.items():
         token = added.get(name, AddedToken(name, normalized=False))
         rules = {rule: getattr(token, rule) for rule in ("single_word", "lstrip", "rstrip", "normalized")}
@@ -132,3 +139,62 @@ def tokenizer_fingerprint(tokenizer: Any) -> dict[str, Any]:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32]
+
+
+STYLES = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "[THINK]": "[/THINK]",  # Magistral
+    "<seed:think>": "</seed:think>",  # Seed-OSS
+    "◁think▷": "◁/think▷",  # Kimi-VL
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+"""Opening tag → closing tag."""
+
+CLOSE = "</think>"
+LAST_IDS = 32
+"""How many ids at the end of a prompt are searched for the tag: enough even if each character is a token."""
+
+
+def opens_thinking(tokenizer: Any, token_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends in an opening tag, ignoring white space: the answer then starts inside the thinking."""
+    end = tokenizer.decode(list(token_ids[-LAST_IDS:]), skip_special_tokens=False)
+    return end.rstrip().endswith(tuple(STYLES))
+
+
+def after_thinking(text: str, is_open: bool) -> str | None:
+    """The text after the last closing tag, or the whole text if there is none; None if it ends inside the thinking.
+
+    `is_open`: the prompt opened the thinking. An opening tag that is not at the beginning opens nothing. If only the
+    text opens the thinking, only the matching closing tag closes it.
+    """
+    opened = next((tag for tag in STYLES if text.lstrip().startswith(tag)), None)
+    closing = STYLES.values() if opened is None or is_open else [STYLES[opened]]
+    end = max(at + len(tag) if (at := text.rfind(tag)) >= 0 else 0 for tag in closing)
+    if not end:
+        return None if is_open or opened else text
+    answer = text[end:].strip()
+    return after_thinking(answer, False) if answer.startswith(tuple(STYLES)) else answer
+
+
+def decode_answer(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text without special tokens, except those that are thinking tags."""
+    tags = _special_tags(tokenizer)
+    if not tags:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    pieces = []
+    for tag, ids in groupby(token_ids, tags.get):
+        run = list(ids)
+        pieces.append(tokenizer.decode(run, skip_special_tokens=True) if tag is None else tag * len(run))
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=4)
+def _special_tags(tokenizer: Any) -> dict[int, str]:
+    """Id → text of the special tokens that are a tag or part of one; plain decoding would drop them."""
+    special = _special_names(tokenizer)
+    tags = [token for token in special if any(token in tag for pair in STYLES.items() for tag in pair)]
+    return dict(zip(tokenizer.convert_tokens_to_ids(tags), tags, strict=True))

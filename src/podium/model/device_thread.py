@@ -1,17 +1,22 @@
-"""The threads that run torch.
+"""The threads that run torch, and the random states of the process.
 
 Engine and trainer of one process take turns on one thread. The event loop stays free for rewards and signals, and the
 process has one team of CPU threads (`one_team`) instead of two that compete for the cores. On CUDA, an engine with its
 own weights has its own thread and stream, so that engine and trainer run at the same time.
+
+The random states are the global ones of torch (CPU and CUDA), Python and NumPy, as tensors. Podium's own sampling does
+not use them; dropout and user code may.
 """
 
 import asyncio
+import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import set_num_threads  # vLLM puts a function that does nothing in its place
 
@@ -158,3 +163,48 @@ def beside_the_trainer(device: torch.device) -> DeviceThread:
 
 
 _END: Any = object()
+
+
+def seed_all(seed: int) -> None:
+    """Seeds every global generator, so that nothing from before the run has an effect."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    assert version == 3
+    numpy_state: Any = np.random.get_state()
+    _, keys, position, has_gauss, cached = numpy_state
+    states = {
+        "random.torch": torch.get_rng_state(),
+        "random.python": torch.tensor(words, dtype=torch.int64),
+        "random.python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "random.numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "random.numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """Leaves every global generator as it was: around checks that are not made in every process of a run."""
+    states = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(states)
+
+
+def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["random.torch"].clone())
+    gauss = states["random.python_gauss"].tolist()
+    random.setstate((3, tuple(states["random.python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["random.numpy"].tolist()
+    cached = float(states["random.numpy_gauss"])
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "random.cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["random.cuda"].clone())

@@ -57,11 +57,9 @@ class Held:
 
     def sealed(self) -> "Held":
         """The same with checksums instead of tensors."""
-        names = [name for name, shown in self.shown.items() if shown.tensor is not None]
-        sums = checksums([self.shown[name].tensor for name in names])  # type: ignore[misc]
-        made = {
-            name: replace(self.shown[name], tensor=None, checksum=each) for name, each in zip(names, sums, strict=True)
-        }
+        tensors = {name: shown.tensor for name, shown in self.shown.items() if shown.tensor is not None}
+        sums = dict(zip(tensors, checksums([*tensors.values()]), strict=True))
+        made = {name: replace(self.shown[name], tensor=None, checksum=each) for name, each in sums.items()}
         return replace(self, shown={**self.shown, **made})
 
 
@@ -74,20 +72,25 @@ def difference(weights: Iterable[tuple[str, torch.Tensor]], held: Held, scale: f
     """How `held` differs from the trainer's weights, for people; None if it does not. `scale` is the adapter's."""
     if held.faults:
         return held.faults[0]
-    flags: dict[str, torch.Tensor | str | None] = {}
+    problems: list[str] = []
+    flags: dict[str, torch.Tensor] = {}
     halves: dict[str, torch.Tensor] = {}
     for name, tensor in weights:  # to the end: ranks that shard the weights gather them together
-        flags[name] = None if name in held.unseen else _is_other(name, tensor, held.shown.get(name), scale)
+        flag = None if name in held.unseen else _is_other(name, tensor, held.shown.get(name), scale)
+        if isinstance(flag, str):
+            problems.append(flag)
+        elif flag is not None:
+            flags[name] = flag
         if held.branches and name in held.shown and ".lora_" in name:
             halves[name] = _as_held(tensor, held.shown[name], scale)
-    for flag in flags.values():
-        if isinstance(flag, str):
-            return flag
-    asked = {name: flag for name, flag in flags.items() if isinstance(flag, torch.Tensor)}
-    for name, is_other in zip(asked, _listed(list(asked.values())), strict=True):
-        if is_other:
-            return f"its {name} holds other numbers than the trainer's"
-    return _other_scale(held, scale) or _other_branch(held, halves, scale)
+    others = [name for name, is_other in zip(flags, _listed([*flags.values()]), strict=True) if is_other]
+    problems += [f"its {name} holds other numbers than the trainer's" for name in others]
+    problems += [
+        f"it multiplies the adapter of {layer} by {found:g}, the trainer by {scale:g}"
+        for layer, found in held.scales.items()
+        if found != scale
+    ]
+    return problems[0] if problems else _other_branch(held, halves, scale)
 
 
 def _is_other(name: str, tensor: torch.Tensor, theirs: Shown | None, scale: float | None) -> torch.Tensor | str | None:
@@ -111,13 +114,13 @@ def is_among(held: Held | None, others: Iterable[Held]) -> bool:
     """
     if held is None:
         return True
+
+    def forms(of: Mapping[str, Shown]) -> dict[str, Shown]:
+        return {name: replace(each, checksum=None) for name, each in of.items()}
+
     own = held.sealed().shown
-    alike = [each.shown for each in (other.sealed() for other in others) if _forms(each.shown) == _forms(own)]
+    alike = [each.shown for each in (other.sealed() for other in others) if forms(each.shown) == forms(own)]
     return not held.faults and (not alike or own in alike)
-
-
-def _forms(of: Mapping[str, Shown]) -> dict[str, tuple[Any, ...]]:
-    return {name: (each.dtype, each.columns, each.is_scaled) for name, each in of.items()}
 
 
 def _as_held(tensor: torch.Tensor, theirs: Shown, scale: float | None) -> torch.Tensor:
@@ -126,13 +129,6 @@ def _as_held(tensor: torch.Tensor, theirs: Shown, scale: float | None) -> torch.
     if theirs.columns is not None:
         expected = expected[..., list(theirs.columns)] + 0.0  # a kernel that returns columns turns -0 into 0
     return expected * (scale or 0.0) if theirs.is_scaled else expected
-
-
-def _other_scale(held: Held, scale: float | None) -> str | None:
-    for layer, found in held.scales.items():
-        if found != scale:
-            return f"it multiplies the adapter of {layer} by {found:g}, the trainer by {scale:g}"
-    return None
 
 
 def _other_branch(held: Held, halves: Mapping[str, torch.Tensor], scale: float | None) -> str | None:
@@ -229,8 +225,7 @@ def fixed_signs(seed: int, shape: torch.Size, device: torch.device) -> torch.Ten
 
 @cache
 def _signs(rows: int, width: int, device: torch.device) -> torch.Tensor:
-    numbers = _mixed(torch.arange(rows * width, device=device) + 17).view(rows, width)
-    return ((numbers >> 13) & 1).float() * 2 - 1
+    return fixed_signs(0, torch.Size((rows, width)), device)
 
 
 def _listed(numbers: Sequence[torch.Tensor]) -> list[Any]:

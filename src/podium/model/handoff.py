@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -82,8 +83,11 @@ def read_published(folder: Path, expected: Mapping[str, torch.Tensor], version: 
     if manifest["version"] != version:
         raise WeightsError(f"{folder.name} holds version {manifest['version']}, not {version}")
     for name, described in manifest["files"].items():
-        path = folder / name
-        if path.name != name or not _is_as_described(path, described):
+        try:
+            is_intact = Path(name).name == name and _described(folder / name) == described
+        except OSError:
+            is_intact = False
+        if not is_intact:
             raise WeightsError(f"{folder.name}: {name} is missing or not what was written")
     is_adapter = manifest["kind"] == "adapter"
     file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
@@ -177,19 +181,22 @@ def manifest_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The JSON file next to the folder: version, kind, and each file's length and hash."""
+class Manifest(TypedDict):
+    """The JSON file next to a published folder."""
+
+    version: int
+    kind: Literal["adapter", "full"]
+    files: dict[str, dict[str, Any]]
+    """File name → its length in `bytes` and its `sha256`."""
+
+
+def read_manifest(folder: Path) -> Manifest:
     try:
-        manifest = json.loads(read_regular(manifest_of(folder)))
-        if manifest["kind"] not in ("adapter", "full") or type(manifest["version"]) is not int:
-            raise ValueError
-        if not all(isinstance(name, str) for name in manifest["files"]):
-            raise ValueError
+        return msgspec.json.decode(read_regular(manifest_of(folder)), type=Manifest)
     except OSError:
         raise WeightsError(f"there are no weights called {folder.name}") from None
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         raise WeightsError(f"{folder.name}.json cannot be read") from None
-    return manifest
 
 
 def _on_cpu(weights: Named) -> dict[str, torch.Tensor]:
@@ -201,10 +208,3 @@ def _described(path: Path) -> dict[str, Any]:
     with open_regular(path, follow_links=False) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _is_as_described(path: Path, described: Any) -> bool:
-    try:
-        return _described(path) == described
-    except OSError:
-        return False

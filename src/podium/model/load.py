@@ -20,11 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
+from podium.model.device_thread import seed_all
 from podium.model.evidence import weights_digest
 from podium.model.forward import head_weight, max_context_tokens, text_config
 from podium.model.hub import hub_is_reachable, smollm2_folder
 from podium.model.products import is_plain_linear, keep_exact_sums
-from podium.model.random_state import seed_all
 from podium.model.self_check import ADVICE, check_model
 
 # PEFT imports bitsandbytes if it is installed, which then warns about a 4-bit kernel that nothing here uses.

@@ -12,13 +12,14 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from podium.errors import InputError
+from podium.errors import InputError, first_line
 from podium.model import attention
 from podium.model.forward import head_weight, max_context_tokens, sequence_logprobs, text_config
 
@@ -59,8 +60,12 @@ def check_model(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     context = max_context_tokens(model.config)
     documents = texts(model, [min(length, context) for length in lengths])
     with _refusing(model, name):
-        gap, allowed = _mean_gap(model, documents), tolerance(model, model.dtype)
-        gap_of_small = 0.0 if small is None else max(_small_gap(small, lengths, context) for lengths in SMALL_LENGTHS)
+        gap, allowed = max(map(fmean, _gaps(model, documents))), tolerance(model, model.dtype)
+        gaps_of_small: list[float] = []
+        if small is not None:
+            for some in SMALL_LENGTHS:
+                gaps_of_small += chain(*_gaps(small, texts(small, [min(length, context) for length in some])))
+        gap_of_small = max(gaps_of_small, default=0.0) if all(map(math.isfinite, gaps_of_small)) else math.inf
     if not (gap <= allowed and gap_of_small <= SMALL_TOLERANCE):
         where = f"by {gap:.3g} on average" if not gap <= allowed else f"by {gap_of_small:.3g} beyond a few tokens"
         raise InputError(
@@ -121,16 +126,6 @@ def own_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
     return [float(every[t - 1, ids[t]]) for t in range(1, len(ids))]
 
 
-def _mean_gap(model: PreTrainedModel, documents: list[list[int]]) -> float:
-    return max(fmean(gaps) for gaps in _gaps(model, documents))
-
-
-def _small_gap(small: PreTrainedModel, lengths: Sequence[int], context: int) -> float:
-    """The largest difference of a logprob; infinite if one is not finite."""
-    passes = _gaps(small, texts(small, [min(length, context) for length in lengths]))
-    return max(max(gaps) if all(map(math.isfinite, gaps)) else math.inf for gaps in passes)
-
-
 def _gaps(model: PreTrainedModel, documents: list[list[int]]) -> list[list[float]]:
     """Differences per pass: the first document alone, then all documents packed, twice."""
     expected = [own_logprobs(model, ids) for ids in documents]
@@ -154,10 +149,9 @@ def _refusing(model: PreTrainedModel, name: str) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{_title(model, name)}: {error}") from None
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{_title(model, name)} cannot run with Podium's packed forward pass ({type(error).__name__}: {reason}); "
-            f"{ADVICE}"
+            f"{_title(model, name)} cannot run with Podium's packed forward pass ({type(error).__name__}: "
+            f"{first_line(error)}); {ADVICE}"
         ) from None
 
 
@@ -188,13 +182,14 @@ SIZES = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, **T
 
 def windows_of(config: Any) -> dict[str, int]:
     """Lengths in tokens at which attention changes, by their names in the config."""
-    given = vars(text_config(config))
-    return {name: value for name, value in given.items() if _is_window(name) and type(value) is int and value > 0}
-
-
-def _is_window(name: str) -> bool:
-    is_length = name.endswith(("window", "window_size", "chunk_size", "topk"))
-    return is_length and any(part in name for part in ("window", "attention_chunk", "index"))
+    return {
+        name: value
+        for name, value in vars(text_config(config)).items()
+        if name.endswith(("window", "window_size", "chunk_size", "topk"))
+        and any(part in name for part in ("window", "attention_chunk", "index"))
+        and type(value) is int
+        and value > 0
+    }
 
 
 def small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel | None, str]:
@@ -217,7 +212,7 @@ def small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel | None, str]:
                     made.eval()(input_ids=torch.arange(3, 3 + 2 * WINDOW)[None], use_cache=False)
                 made.set_attn_implementation(attention.NAME)
             except Exception as error:  # architectures raise anything for sizes that do not fit together
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 continue
             return made, ""
     return None, reason
@@ -233,8 +228,9 @@ def _small_config(config: Any, is_narrow: bool, has_few_experts: bool) -> Any:
         _take_few_heads(inner)
     if has_few_experts:
         _take_few_experts(inner)
-    for tower in _towers(small, inner):
-        _set(tower, {"num_hidden_layers": 1, "depth": 1, "intermediate_size": 16})
+    for name, tower in vars(small).items():  # the encoders of a multimodal model
+        if name.endswith("_config") and tower is not None and tower is not inner and not isinstance(tower, Mapping):
+            _set(tower, {"num_hidden_layers": 1, "depth": 1, "intermediate_size": 16})
     if small is not inner:
         _set(small, TOKEN_IDS)
     return small
@@ -243,7 +239,7 @@ def _small_config(config: Any, is_narrow: bool, has_few_experts: bool) -> Any:
 def _take_few_layers(config: Any) -> None:
     """One layer of each kind, according to the per-layer lists of the config, and at least two layers."""
     count = config.num_hidden_layers
-    lists = {name: value for name, value in vars(config).items() if _is_list_of(value, count)}
+    lists = {n: value for n, value in vars(config).items() if isinstance(value, list | tuple) and len(value) == count}
     kinds: dict[Any, int] = {}
     for layer in range(count):
         kinds.setdefault(tuple(repr(value[layer]) for value in lists.values()), layer)
@@ -251,10 +247,6 @@ def _take_few_layers(config: Any) -> None:
     for name, value in lists.items():
         _set(config, {name: [value[layer] for layer in taken]})
     _set(config, {"num_hidden_layers": len(taken), "num_kv_shared_layers": 0})
-
-
-def _is_list_of(value: Any, count: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == count
 
 
 def _take_few_heads(config: Any) -> None:
@@ -278,13 +270,6 @@ def _take_few_experts(config: Any) -> None:
         if isinstance(many, int) and many > 2 * chosen:
             groups = _plain(config, "n_group") or 1
             _set(config, {name: -(-2 * chosen // groups) * groups})
-
-
-def _towers(config: Any, inner: Any) -> Iterator[Any]:
-    """Configs of the encoders of a multimodal model."""
-    for name, value in vars(config).items():
-        if name.endswith("_config") and value is not None and value is not inner and not isinstance(value, Mapping):
-            yield value
 
 
 def _plain(config: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.errors import EngineError, InputError
-from podium.model.thinking import decode_answer
+from podium.model.chat import decode_answer
 from podium.records import Answer, Group, PrefixGroup, Prompt, Request, Rollout, Sampling
 from podium.settings.values import Temperature
 from podium.stages import Engine

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from podium.errors import InputError
 from podium.settings.tables import Settings
-from podium.trainer.update.optimizer import rate_at
+from podium.trainer._optimizer import rate_at
 
 Class = Literal["free", "warn", "refuse"]
 

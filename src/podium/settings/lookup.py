@@ -30,14 +30,16 @@ OF_A_UNION = re.compile(
 """What pydantic puts into the path of a field that may have one of several types; keys begin with a small letter."""
 STAGES = ("data", "rollout", "engine", "reward", "advantage", "loss", "trainer", "sync", "report", "runtime")
 """Folders whose files are choices."""
+NO_CHOICES = ("build", "objective")
+"""Files of such a folder that build the stage, or hold what users' own choices import."""
 
 
 def choices(stage: str) -> list[str]:
-    """Names that the stage offers: its files, except build.py and those that start with an underscore. Sub-folders
-    hold shared code."""
+    """Names that the stage offers: its files, except those with shared code, which have an underscore, are in a
+    sub-folder or are listed in `NO_CHOICES`."""
     folder = Path(__file__).parents[1] / stage
     files = [name for _, name, is_folder in pkgutil.iter_modules([str(folder)]) if not is_folder]
-    return sorted(name for name in files if name != "build" and not name.startswith("_"))
+    return sorted(name for name in files if name not in NO_CHOICES and not name.startswith("_"))
 
 
 def find(stage: str, name: str, where: str | None = None) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from podium.errors import InputError
-from podium.loss.objective.traits import Traits, refuse_off_policy, traits_of
+from podium.loss import Traits, refuse_off_policy, traits_of
 from podium.settings.contracts import check_call
 from podium.settings.lookup import find, option_fields, validate_options
 from podium.settings.values import ModelName, Place, Temperature, TopP

@@ -8,7 +8,7 @@ logprobs. How far logprobs may differ is measured: while the weights are proven 
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,20 @@ async def check_parity(
         )
     proven = await _check_held(engine, name, version, compare)
     expected = await trainer.score(probe)
-    for member, found in (await _scores(engine, probe)).items():
+    has_members = engine.traits.has_members
+    scores = await engine.score_each(probe) if has_members else {None: await engine.score(probe)}  # type: ignore[attr-defined]
+    for member, found in scores.items():
         where = _where(name, member)
         if len(expected) != len(found):
             raise ParityError(f"{where} returned {len(found)} logprobs for a probe of {len(expected)}")
         gap, allowed = mean_gap(expected, found), noise.allowed(member, expected)
         if not gap <= allowed:
+            reason = "its weights are stale, or the adapter is not applied"
+            if member in proven:
+                reason = "it holds the trainer's weights, but computes something else with them"
             raise ParityError(
                 f"{where} does not sample from the trained weights: after the sync to policy version {version} its "
-                f"logprobs differ from the trainer's by {gap:.2e} on average; {allowed:.2g} is allowed; "
-                f"{_reason(member in proven)}"
+                f"logprobs differ from the trainer's by {gap:.2e} on average; {allowed:.2g} is allowed; {reason}"
             )
         if member in proven:
             noise.measured(member, expected, gap)
@@ -83,7 +87,8 @@ async def _check_held(engine: Any, name: str, version: int, compare: Compare) ->
     """The members proven to hold the trainer's weights bit for bit; members that cannot show theirs are left out."""
     if not engine.traits.shows_weights:
         return set()
-    shown = {member: held for member, held in (await _held(engine)).items() if held is not None}
+    of_members = await engine.held_each() if engine.traits.has_members else {None: await engine.held()}
+    shown = {member: held for member, held in of_members.items() if held is not None}
     for member, held in shown.items():
         if (problem := await compare(held)) is not None:
             raise ParityError(
@@ -93,23 +98,8 @@ async def _check_held(engine: Any, name: str, version: int, compare: Compare) ->
     return {member for member, held in shown.items() if not held.unseen}
 
 
-def _reason(is_proven: bool) -> str:
-    if is_proven:
-        return "it holds the trainer's weights, but computes something else with them"
-    return "its weights are stale, or the adapter is not applied"
-
-
 def _where(name: str, member: str | None) -> str:
     return f"engine {name}" if member is None else f"engine {name}, member {member},"
-
-
-async def _scores(engine: Any, probe: Sequence[int]) -> Mapping[str | None, Sequence[float]]:
-    """By member name if the engine has several members, else under None."""
-    return await engine.score_each(probe) if engine.traits.has_members else {None: await engine.score(probe)}
-
-
-async def _held(engine: Any) -> Mapping[str | None, Held | None]:
-    return await engine.held_each() if engine.traits.has_members else {None: await engine.held()}
 
 
 @torch.no_grad()
@@ -180,3 +170,19 @@ class Delivery:
         """For the end of the run: engines hold what they have read, so nothing needs the folders any more."""
         while self._published:
             remove_published(self._published.pop())
+
+
+class Channel:
+    """A way to carry weights to an engine, which a subclass writes as `_carry`; it may use `by_folder`."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+
+    async def push(self, version: int) -> None:
+        await self._delivery.once(version, self._carry)
+
+    def close(self) -> None:
+        self._delivery.remove_folders()
+
+    async def _carry(self, version: int) -> None:
+        raise NotImplementedError

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.sync._delivery import Delivery
+from podium.sync._delivery import Channel, Delivery
 
 
-class Disk:
+class Disk(Channel):
     def __init__(
         self,
         delivery: Delivery,
@@ -25,19 +25,14 @@ class Disk:
             Field(description="run: the engine drops the weights when the run ends; engine: it keeps serving them"),
         ] = "run",
     ) -> None:
-        self._delivery, self._root, self._scope = delivery, root, scope
+        super().__init__(delivery)
+        self._root, self._scope = root, scope
         engine: Any = delivery.engine
         self._claim = engine.claim if engine.traits.outlives_run else None
         if scope == "engine" and self._claim is None:
             raise InputError(
                 "sync.scope = 'engine' has no effect: this engine ends with the run; remove it, or use a server"
             )
-
-    async def push(self, version: int) -> None:
-        await self._delivery.once(version, self._carry)
-
-    def close(self) -> None:
-        self._delivery.remove_folders()
 
     async def _carry(self, version: int) -> None:
         if self._claim is not None:

@@ -8,10 +8,10 @@ check follows each push.
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Annotated, Any
 
 import torch
@@ -19,10 +19,10 @@ from pydantic import Field
 
 from podium.errors import EngineError, InputError, PodiumError
 from podium.model.handoff import in_saved_format
-from podium.sync._delivery import Delivery
+from podium.sync._delivery import Channel, Delivery
 
 
-class Nccl:
+class Nccl(Channel):
     def __init__(
         self,
         delivery: Delivery,
@@ -32,14 +32,9 @@ class Nccl:
         timeout_s: Annotated[float, Field(gt=0, description="limit for the engine to join, and for a push")] = 300.0,
     ) -> None:
         check_devices(delivery)
-        self._delivery, self._address, self._port, self._timeout_s = delivery, address, port, timeout_s
+        super().__init__(delivery)
+        self._address, self._port, self._timeout_s = address, port, timeout_s
         self._group: Any = None
-
-    async def push(self, version: int) -> None:
-        await self._delivery.once(version, self._carry)
-
-    def close(self) -> None:
-        """Nothing to clean up."""
 
     async def _carry(self, version: int) -> None:
         engine: Any = self._delivery.engine
@@ -76,24 +71,17 @@ class Nccl:
 
 def in_daemon(function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     """Runs the function on a daemon thread, which a run can leave: a broadcast without a receiver never returns."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not result.done():
-            result.set_result(value) if error is None else result.set_exception(error)
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()  # from now on nobody else can settle it
 
     def run() -> None:
-        value, failure = None, None
         try:
-            value = function(*arguments)
+            done.set_result(function(*arguments))
         except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop may be closed already
-            loop.call_soon_threadsafe(settle, value, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="nccl").start()
-    return result
+    return asyncio.wrap_future(done)
 
 
 def check_devices(delivery: Delivery) -> None:

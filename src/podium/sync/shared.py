@@ -5,18 +5,9 @@ adapter is added to the base weights in the engine's scratch copy. A snapshot en
 check follows each push.
 """
 
-from podium.sync._delivery import Delivery
+from podium.sync._delivery import Channel
 
 
-class Shared:
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-
-    async def push(self, version: int) -> None:
-        await self._delivery.once(version, self._carry)
-
-    def close(self) -> None:
-        """Nothing to clean up."""
-
+class Shared(Channel):
     async def _carry(self, version: int) -> None:
         await self._delivery.engine.load_weights(self._delivery.trainer.weights(), version)

@@ -11,9 +11,9 @@ import math
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,26 +25,8 @@ from podium.model.handoff import save_gathered
 from podium.model.load import Policy
 from podium.records import ReferenceSettings
 from podium.stages import Loss
+from podium.trainer._update import sum_over_ranks
 from podium.trainer.single import Single
-from podium.trainer.update.ranks import sum_over_ranks
-
-C = TypeVar("C", bound=type)
-
-
-def with_options_of(other: type) -> Callable[[C], C]:
-    """A class decorator that adds the keyword-only arguments of `other` to the signature; `**options` receives them."""
-
-    def decorate(own: C) -> C:
-        signature = inspect.signature(own, eval_str=True)
-        mine = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        theirs = inspect.signature(other, eval_str=True).parameters.values()
-        names = {parameter.name for parameter in mine}
-        more = [p for p in theirs if p.kind is p.KEYWORD_ONLY and p.name not in names]
-        own.__signature__ = signature.replace(parameters=[*mine, *more])  # type: ignore[attr-defined]
-        return own
-
-    return decorate
-
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 BEFORE_FIRST_PASS = {2: -1, 3: 0}
@@ -65,9 +47,10 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-@with_options_of(Single)
 class Deepspeed(Single):
     can_cut = False
+    __signature__: inspect.Signature
+    """Names the options of `Single` too, which `**options` receives, for the settings."""
 
     def __init__(
         self,
@@ -234,3 +217,13 @@ class Deepspeed(Single):
     def _step_counts(self) -> list[torch.Tensor]:
         """The optimizer's step counts, of the flat parameters that DeepSpeed made; none before the first update."""
         return [state["step"] for state in self._optimizer.optimizer.state.values() if "step" in state]
+
+
+_own = inspect.signature(Deepspeed, eval_str=True)
+_inherited = inspect.signature(Single, eval_str=True).parameters.values()
+Deepspeed.__signature__ = _own.replace(
+    parameters=[
+        *(parameter for parameter in _own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD),
+        *(parameter for parameter in _inherited if parameter.kind is parameter.KEYWORD_ONLY),
+    ]
+)

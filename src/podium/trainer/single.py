@@ -16,15 +16,14 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from podium.model.device_thread import on_device_thread
+from podium.model.device_thread import on_device_thread, random_state, set_random_state
 from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs
 from podium.model.fused import compile_layers, is_compiled
 from podium.model.load import Policy, refuse_other_weights
 from podium.model.products import products_dtype
-from podium.model.random_state import random_state, set_random_state
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
-from podium.trainer.update.optimizer import (
+from podium.trainer._optimizer import (
     OptimizerName,
     Schedule,
     load_optimizer_state,
@@ -32,9 +31,17 @@ from podium.trainer.update.optimizer import (
     optimizer_state,
     rate_at,
 )
-from podium.trainer.update.ranks import sum_gradients, sum_over_ranks, together
-from podium.trainer.update.reference import ReferencePolicy
-from podium.trainer.update.step import check_ids, check_shared_prefix, gradients_of_update, halved, logprobs_by_rollout
+from podium.trainer._update import (
+    ReferencePolicy,
+    check_ids,
+    check_shared_prefix,
+    gradients_of_update,
+    halved,
+    logprobs_by_rollout,
+    sum_gradients,
+    sum_over_ranks,
+    together,
+)
 
 OF_OLD_POLICY = ("mismatch/abs_mean", "mismatch/k1", "mismatch/k3", "mismatch/outside_share")
 """Metrics that compare the sampler with the policy before the first update of a step."""

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from podium.check.verdicts import _reward_notes
-from podium.model.thinking import STYLES, decode_answer, opens_thinking
+from podium.model.chat import STYLES, decode_answer, opens_thinking
 from podium.settings.lookup import choices, find, option_fields
 from tests.builders import make_group, make_prompt, make_rollout
 

@@ -19,8 +19,7 @@ from itertools import islice
 from typing import Any
 
 from podium.errors import InputError
-from podium.model.chat import render
-from podium.model.thinking import opens_thinking
+from podium.model.chat import opens_thinking, render
 from podium.records import Group, Plan, Prompt, Row, RunState
 
 

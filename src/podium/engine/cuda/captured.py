@@ -20,9 +20,9 @@ from podium.engine.cuda.decode_step import Capacity, DecodeStep
 from podium.engine.cuda.roster import Roster, Seat, ladder, rung_for
 from podium.engine.decoding.queue import Arrivals, Outcome
 from podium.engine.decoding.sampling import RowSampling, kind_of
+from podium.model.attention import Segments
 from podium.model.forward import decoder_states, head_weight, to_device
 from podium.model.memory import cache_elements_per_token, device_bytes
-from podium.model.packed_row import Segments
 from podium.records import Request
 
 STEPS_AHEAD = 4

@@ -19,10 +19,9 @@ from podium.engine.cuda.joined import apart, join_products
 from podium.engine.cuda.roster import ladder
 from podium.engine.decoding.sampling import Kind, RowSampling, block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
-from podium.model.forward import head_weight, softcap
+from podium.model.forward import head_weight, logits_of, softcap
 from podium.model.fused import compile_layers, fused_on_cuda
 from podium.model.load import twin_of
-from podium.model.logprobs import logits_of
 from podium.records import Sampling
 
 CACHE_SHARE = 0.3

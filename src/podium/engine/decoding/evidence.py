@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from podium.engine.cuda.joined import AdaptedLinear
-from podium.engine.decoding.packed import PackedLinear
+from podium.engine.decoding.plain import PackedLinear
 from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
 
 Halves = tuple[torch.Tensor, torch.Tensor]

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
+from podium.errors import InputError
 from podium.model.device_thread import DeviceThread
 from podium.records import Answer, FinishReason, Request
 from podium.stages import OnTokens
@@ -24,17 +25,17 @@ class Job:
 
     request: Request
     answer: asyncio.Future[Answer] | None = None
-    """What the caller waits for; None where a decoder is asked directly."""
+    """What the caller waits for; None if a decoder is called directly (`decode_now`)."""
     on_tokens: OnTokens | None = None
     num_reported: int = 0
     """Tokens that `on_tokens` has received."""
     is_cancelled: bool = False
     """Set by the event loop; the decoder then frees what the job occupies."""
     first_version: int = 0
-    """Of the weights that wrote the first token."""
+    """Version of the weights that wrote the first token."""
 
     def ended(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> Answer:
-        """`version` is that of the weights that wrote the last token."""
+        """`version`: of the weights that wrote the last token."""
         reason: FinishReason = "stop" if ids[-1] in self.request.sampling.stop_ids else "length"
         return Answer(tuple(ids), tuple(logprobs), reason, (self.first_version, version))
 
@@ -78,7 +79,7 @@ class Decoder(Protocol):
     """Writes the answers of jobs on the device thread."""
 
     def run(self, arrivals: Arrivals) -> Iterator[list[Outcome]]:
-        """Decodes until no job is left, those included that arrive meanwhile. Yields often, so that other work of the
+        """Decodes until no job is left, including jobs that arrive meanwhile. Yields often, so that other work of the
         device thread gets its turn; weights may change between two items."""
         ...
 
@@ -97,7 +98,7 @@ class RequestQueue:
     async def answer(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
         """Waits for the answer. Cancelling this call cancels the request."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what an earlier event loop left is of no use to anybody
+        if loop is not self._loop:  # nobody waits for what an earlier event loop left
             self._loop, self._burst, self._outstanding, self._arrivals = loop, [], set(), Arrivals()
         job = Job(request, loop.create_future(), on_tokens)
         self._outstanding.add(job)
@@ -143,7 +144,7 @@ def _report(job: Job, found: Answer | list[int]) -> None:
         if job.on_tokens is not None and len(ids) > job.num_reported:
             new, job.num_reported = ids[job.num_reported :], len(ids)
             job.on_tokens(new)
-    except Exception as error:  # the listener's own; other jobs go on
+    except Exception as error:  # the listener's own error; other jobs continue
         job.answer.set_exception(error)
         return
     if isinstance(found, Answer):
@@ -155,3 +156,14 @@ def decode_now(decoder: Decoder, requests: Sequence[Request]) -> list[Answer]:
     jobs = [Job(request) for request in requests]
     found = {job: answer for outcomes in decoder.run(Arrivals(jobs)) for job, answer in outcomes}
     return [answer for job in jobs if isinstance(answer := found.get(job), Answer)]
+
+
+def check_room(request: Request, max_context_tokens: int) -> None:
+    """Refuses a request whose longest answer does not fit into the model's context. An engine would cut the answer, or
+    write beyond the context that the model was trained for."""
+    length, longest = len(request.token_ids), request.sampling.max_new_tokens
+    if length + longest > max_context_tokens:
+        raise InputError(
+            f"{request.label} has {length} tokens and may get {longest} more; the engine's context has "
+            f"{max_context_tokens}; shorten the prompt or lower max_new_tokens"
+        )

@@ -17,11 +17,8 @@ from podium.records import Sampling
 
 _UNIFORM_BITS = 40
 """Resolution of the uniform number; few enough that u · total stays below total in float64."""
-
 BLOCK_WIDTH = 512
 """Ids per block; the last block has fewer. Few enough to be summed at once, many enough that blocks are few."""
-
-
 NO_TOP_K = 1 << 30
 """Larger than any vocabulary."""
 
@@ -50,7 +47,7 @@ class RowSampling:
     top_p: torch.Tensor
     """float32; 1: no restriction."""
     stop_ids: torch.Tensor
-    """int64 `[rows, stops]`, filled up with −1."""
+    """int64 `[rows, stops]`, padded with −1."""
     limit: torch.Tensor
     """int64, the most tokens of an answer."""
 
@@ -129,7 +126,7 @@ def draw_by_block(
 
 
 def _block(logits: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """`[rows, BLOCK_WIDTH]`: the logits of one block a row, −inf beyond the vocabulary."""
+    """`[rows, BLOCK_WIDTH]`: the logits of one block per row, −inf beyond the vocabulary."""
     columns = block[:, None] * BLOCK_WIDTH + torch.arange(BLOCK_WIDTH, device=logits.device)
     last = logits.shape[1] - 1
     return logits.gather(1, columns.clamp(max=last)).masked_fill(columns > last, -torch.inf)
@@ -141,7 +138,7 @@ def draw_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def uniform(seeds: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """A number in [0, 1) a row: SplitMix64 of the seed and the index (Steele, Lea & Flood 2014)."""
+    """A number in [0, 1) per row: SplitMix64 of the seed and the index (Steele, Lea & Flood 2014)."""
     state = _mix(seeds) + (indices + 1) * _signed(0x9E3779B97F4A7C15)
     bits = _mix(state) >> (64 - _UNIFORM_BITS)  # arithmetic shift: the sign bit comes along
     return (bits & ((1 << _UNIFORM_BITS) - 1)).double() / (1 << _UNIFORM_BITS)
@@ -154,7 +151,7 @@ def _restrict(logits: torch.Tensor, how: RowSampling) -> torch.Tensor:
     ordered = ordered.masked_fill(ordered < kth, -torch.inf)
     before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
     is_beyond = (before >= how.top_p[:, None]) & (how.top_p < 1)[:, None]
-    is_beyond[:, 0] = False  # the likeliest stays, even where top_p is 0 in the precision of the logits
+    is_beyond[:, 0] = False  # the likeliest id stays, even if top_p is 0 in the precision of the logits
     outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, is_beyond)
     return logits.masked_fill(outside | (logits < kth), -torch.inf)
 

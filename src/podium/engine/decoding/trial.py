@@ -1,14 +1,28 @@
-"""Tries out an engine's decoding on the small copy of the model: beyond every window, with prompts of different
-lengths."""
+"""Trials of an engine before a run uses it.
+
+Decoding is tried on the small copy of the model, beyond every window and with prompts of different lengths.
+
+If an engine's kernels cannot be inspected, large trial adapters show whether it applies adapters on every layer: its
+logprobs are compared with those of the same base model here. Each branch is a quarter as large as its layer, so a
+missing decoder layer or a wrong scale changes logprobs by far more than rounding does. Each trial covers a few decoder
+layers: with such an adapter on all layers of a deep model, rounding itself would grow as large as the error to find.
+The size of rounding is measured first, with an adapter of zeros.
+"""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.decoding.queue import Decoder, decode_now
-from podium.errors import InputError
+from podium.errors import InputError, ParityError, first_line
+from podium.model.device_thread import on_device_thread
+from podium.model.evidence import fixed_signs, mean_gap
+from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, twin_of
 from podium.model.self_check import own_logprobs, texts
 from podium.records import PrefixGroup, Request, Sampling
@@ -66,8 +80,97 @@ def refusing_to_decode() -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"engine.name = 'inprocess' cannot decode this architecture ({type(error).__name__}: {reason}); use "
-            "another model, or engine.name = 'vllm_local'"
+            f"engine.name = 'inprocess' cannot decode this architecture ({type(error).__name__}: {first_line(error)}); "
+            "use another model, or engine.name = 'vllm_local'"
         ) from None
+
+
+SHARE = 0.25
+"""Size of a trial adapter's branch, relative to its layer's own output."""
+NUM_TOKENS = 32
+MAX_GROUPS = 8
+FLOOR = {"float32": 1e-3, "bfloat16": 0.05}
+"""A mean difference of logprobs of this size is always allowed, as rounding."""
+SAFETY = 4.0
+"""The allowed difference is this many times the one measured with an adapter of zeros."""
+
+Load = Callable[[dict[str, torch.Tensor]], Awaitable[None]]
+Score = Callable[[list[int]], Awaitable[list[float]]]
+
+
+async def check_application(policy: Policy, precision: str, load: Load, score: Score, name: str) -> None:
+    """Raises `ParityError` naming the engine unless it applies trial adapters as the base model here does.
+
+    `load` and `score` belong to the engine; the last adapter loaded holds zeros.
+    """
+    ids = trial_tokens(policy)
+    nothing = trial_adapter(policy, ())
+    await load(nothing)
+    noise = mean_gap(await score(ids), await on_device_thread(trial_logprobs, policy, nothing, ids))
+    allowed = max(FLOOR[precision], SAFETY * noise)
+    for group in layer_groups(policy):
+        adapter = trial_adapter(policy, group)
+        await load(adapter)
+        gap = mean_gap(await score(ids), await on_device_thread(trial_logprobs, policy, adapter, ids))
+        if not gap <= allowed:
+            raise ParityError(
+                f"engine {name} does not apply adapters as the trainer does: with a trial adapter on {group[0]} and "
+                f"{len(group) - 1} other layers its logprobs differ by {gap:.2g}; {allowed:.2g} is allowed"
+            )
+    await load(nothing)
+
+
+def layer_groups(policy: Policy) -> list[list[str]]:
+    """The adapted layers in a few groups; those of one decoder layer are in the same group."""
+    groups: dict[int, list[str]] = {}
+    for name, _ in policy.named_weights():
+        layer, _, half = name.rpartition(".lora_")
+        if half == "A":
+            number = next((int(part) for part in layer.split(".") if part.isdigit()), 0)
+            groups.setdefault(number % MAX_GROUPS, []).append(layer)
+    return list(groups.values())
+
+
+def trial_tokens(policy: Policy) -> list[int]:
+    return [(7 * i * i + 3 * i + 5) % policy.vocabulary for i in range(1, NUM_TOKENS + 1)]
+
+
+@torch.no_grad()
+def trial_adapter(policy: Policy, layers: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of `Policy.named_weights`; zero in all other layers."""
+    made: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(policy.named_weights()):
+        layer, _, half = name.rpartition(".lora_")
+        if layer not in layers:
+            made[name] = torch.zeros_like(tensor)
+            continue
+        signs = fixed_signs(number, tensor.shape, tensor.device)
+        rows, columns = tensor.shape
+        if half == "A":
+            size = columns**-0.5
+        else:
+            base: Any = policy.twin.get_submodule(layer)
+            size = float(SHARE * base.weight.float().norm()) / (policy.adapter_scale * (rows * columns) ** 0.5)
+        made[name] = (signs * size).to(tensor.dtype)
+    return made
+
+
+@torch.no_grad()
+def trial_logprobs(policy: Policy, adapter: dict[str, torch.Tensor], token_ids: list[int]) -> list[float]:
+    """Logprobs of the base model with this adapter added to its layers."""
+
+    def branch(a: torch.Tensor, b: torch.Tensor) -> Any:
+        def add(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            x = inputs[0].to(a.dtype)
+            return output + ((x @ a.t()) @ b.t() * policy.adapter_scale).to(output.dtype)
+
+        return add
+
+    with ExitStack() as hooks:
+        for name, a in adapter.items():
+            layer, _, half = name.rpartition(".lora_")
+            if half == "A":
+                hook = policy.twin.get_submodule(layer).register_forward_hook(branch(a, adapter[f"{layer}.lora_B"]))
+                hooks.callback(hook.remove)
+        return sequence_logprobs(policy.twin, token_ids)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Protocol
 
-from podium.engine.decoding.room import check_room
+from podium.engine.decoding.queue import check_room
 from podium.errors import EngineError, PodiumError, WeightsError
 from podium.model.evidence import Held, allowed_gap, is_among, mean_gap
 from podium.records import Answer, EngineTraits, Request, Sampling

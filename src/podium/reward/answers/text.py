@@ -1,7 +1,7 @@
 """Which part of a rollout's text is judged, and how texts are compared.
 
 Thinking never counts. The answer is the text after the last `</think>`, or after the last closing tag of another style
-in `podium.model.thinking.STYLES`. A text that ends inside its thinking (the text or its prompt opens the thinking and
+in `podium.model.chat.STYLES`. A text that ends inside its thinking (the text or its prompt opens the thinking and
 no closing tag follows) has no answer and scores 0. With the option `thinking = "count"` the whole text is judged.
 
 Texts are compared in SQuAD's normal form, by equality or by the F1 of their words: lower case, without punctuation and
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.model.thinking import after_thinking
+from podium.model.chat import after_thinking
 from podium.records import Prompt, Rollout
 
 F = TypeVar("F", bound=Callable[..., float])

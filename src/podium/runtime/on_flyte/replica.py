@@ -17,11 +17,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from podium.engine.build import make_engine
-from podium.model.device_thread import on_device_thread
+from podium.model.device_thread import on_device_thread, set_random_state
 from podium.model.evidence import Held, difference
 from podium.model.handoff import read_published
 from podium.model.load import Policy, load_policy
-from podium.model.random_state import set_random_state
 from podium.records import Batch, Group, Prompt, UpdateResult
 from podium.remote.codec import decode, encode, from_json
 from podium.reward.build import ScoringRecipe

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from podium.errors import EngineError, PodiumError, RankError
-from podium.model.device_thread import on_device_thread
+from podium.model.device_thread import on_device_thread, random_state, set_random_state
 from podium.model.evidence import Held, is_among, weights_digest
-from podium.model.random_state import random_state, set_random_state
 from podium.records import Answer, Batch, EngineTraits, Request, UpdateResult
 from podium.remote.codec import decode, encode
 from podium.remote.rollouts import Batching

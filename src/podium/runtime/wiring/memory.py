@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from podium.engine.cuda.decode_step import Capacity
-from podium.engine.decoding.packed import packed_weights
+from podium.engine.decoding.plain import packed_weights
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
+from podium.model.forward import MAX_CHUNK_ELEMENTS, kept_bytes
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
-from podium.model.logprobs import MAX_CHUNK_ELEMENTS, kept_bytes
 from podium.model.memory import (
     available_bytes,
     cache_elements_per_token,
@@ -27,7 +27,7 @@ from podium.model.products import products_dtype
 from podium.settings.lookup import engine_traits
 from podium.settings.sections import SeparateReference
 from podium.settings.tables import Settings
-from podium.trainer.update.optimizer import state_bytes
+from podium.trainer._optimizer import state_bytes
 
 USED_SHARE = 0.8
 """Share of the device's memory that is planned; the rest is for fragments, work space of kernels, other programs."""

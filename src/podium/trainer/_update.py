@@ -1,22 +1,27 @@
-"""One optimizer step's gradient and metrics, batch by batch and over all ranks, and the trainer's checks.
+"""One optimizer step's gradient and metrics, batch by batch and over all ranks, the checks, and the reference policy.
 
 Metrics are sums over loss tokens divided by the step's totals, so they do not depend on how the step was split. The
 checks: trained ids are the sampled ids, and the loss depends neither on the split nor on shared prompts.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from podium.errors import RankError, SharedPrefixError, SplitError, TokenMismatchError, TooLargeError
 from podium.model.forward import PlacedBatch
 from podium.model.self_check import TOLERANCE
 from podium.records import Batch, LossOutput, ids_digest
 from podium.stages import Loss
-from podium.trainer.update.ranks import ANOTHER_FAILED, Outcome, sum_over_ranks, worst_over_ranks
 
+T = TypeVar("T")
 LogprobsOf = Callable[[PlacedBatch], tuple[torch.Tensor, torch.Tensor]]
 """A batch in, the policy's logprobs and entropies `[T]` out."""
 NOT_AGAIN = (
@@ -257,3 +262,146 @@ def check_shared_prefix(logprobs_of: Callable[[Batch, bool], torch.Tensor], batc
             "pack.shared_prefix = false"
         )
     return True
+
+
+ANOTHER_FAILED = "another rank failed in this step, so this rank cannot continue; the other rank's message says why"
+
+
+class Outcome(IntEnum):
+    """How a rank's pass over its batches ended. The worst outcome of any rank counts for all.
+
+    All ranks must make the same calls in the same order. So a rank reports an error inside a pass to the others, which
+    stop with a `RankError`. When a process dies, gloo raises a RuntimeError at once; with NCCL, or if a process hangs,
+    the others wait until torchrun kills them or the timeout of `init_process_group` has passed.
+    """
+
+    DONE = 0
+    TOO_LARGE = 1
+    """Out of memory; smaller batches may fit."""
+    FAILED = 2
+
+
+def has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def worst_over_ranks(outcome: Outcome, device: torch.device) -> Outcome:
+    if not has_several_ranks():
+        return outcome
+    worst = torch.tensor(int(outcome), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return Outcome(int(worst))
+
+
+def together(function: Callable[[], T], device: torch.device, *, asks_others: bool = False) -> T:
+    """Calls the function on every rank and returns its result; an error on one rank stops all.
+
+    `asks_others`: the function itself communicates (it gathers weights or reduces gradients), so the other ranks wait
+    inside it and would mistake a report for their answer. An error is then raised directly and ends the process.
+    """
+    if asks_others:
+        return function()
+    try:
+        result = function()
+    except Exception:
+        worst_over_ranks(Outcome.FAILED, device)
+        raise
+    if worst_over_ranks(Outcome.DONE, device) is Outcome.FAILED:
+        raise RankError(ANOTHER_FAILED)
+    return result
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The elementwise sum over all ranks."""
+    if not has_several_ranks():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Sums in float32 or wider. A rank without a gradient counts as zeros; if no rank has one, there is still none."""
+    if not has_several_ranks():
+        return
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    present = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=trained[0].device)
+    for parameter, count in zip(trained, sum_over_ranks(present).tolist(), strict=True):
+        if count:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total = own.to(torch.promote_types(own.dtype, torch.float32)).contiguous()
+            dist.all_reduce(total)
+            parameter.grad = total.to(own.dtype)
+
+
+class ReferencePolicy:
+    """The reference policy of a KL term.
+
+    With LoRA it is the policy with its adapter disabled, without any copy. Otherwise, or if the reference follows the
+    policy, it is a copy of the trained parameters, swapped in for a forward pass. Following means
+    ref = (1 − alpha)·ref + alpha·policy every `every` steps.
+
+    `logprobs_of` computes the policy's logprobs; `peft` is its PEFT model, or None for full weights.
+    """
+
+    def __init__(
+        self,
+        logprobs_of: Callable[[PlacedBatch], torch.Tensor],
+        peft: Any,
+        parameters: Mapping[str, torch.nn.Parameter],
+        alpha: float = 0.0,
+        every: int = 1,
+    ) -> None:
+        self._logprobs_of, self._peft, self._parameters = logprobs_of, peft, parameters
+        self._alpha, self._every = alpha, every
+        needs_copy = peft is None or alpha > 0
+        self._copy = {name: p.detach().clone() for name, p in parameters.items()} if needs_copy else {}
+
+    @torch.no_grad()
+    def logprobs(self, placed: PlacedBatch) -> torch.Tensor:
+        """`[T]` at the batch's temperature."""
+        with self._in_place():
+            return self._logprobs_of(placed)
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Moves the reference towards the policy, after a step, counted from 1."""
+        if self._alpha and step % self._every == 0:
+            for name, tensor in self._copy.items():
+                tensor.lerp_(self._parameters[name].detach(), self._alpha)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Empty if the reference can be rebuilt from the model alone."""
+        return {f"reference.{name}": tensor for name, tensor in self._copy.items()} if self._alpha else {}
+
+    @torch.no_grad()
+    def load_state(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        part_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        if self._alpha:
+            for name, tensor in self._copy.items():
+                tensor.copy_(part_for(tensor, tensors[f"reference.{name}"]))
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        if not self._copy:
+            with self._peft.disable_adapter():
+                yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, DTensor):  # a sharded parameter keeps its memory, so values are exchanged
+                mine, other = parameter.to_local(), self._copy[name].to_local()  # type: ignore[attr-defined]
+                kept = mine.clone()
+                mine.copy_(other)
+                other.copy_(kept)
+            else:
+                parameter.data, self._copy[name] = self._copy[name], parameter.data

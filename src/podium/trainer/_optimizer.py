@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from podium.errors import CheckpointError, InputError
+from podium.errors import CheckpointError, InputError, first_line
 
 Parameters = Mapping[str, torch.nn.Parameter]
 OptimizerName = Literal["adamw", "adamw_8bit"]
@@ -50,10 +50,9 @@ def check_optimizer(name: OptimizerName, device: torch.device) -> None:
             f"trainer.optimizer = {name!r} needs a package: pip install 'bitsandbytes>=0.50'; or {REMEDY}"
         ) from None
     except Exception as error:  # a build for another machine raises anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"trainer.optimizer = {name!r}: this bitsandbytes cannot run on {device}: {reason}; try a newer one, "
-            f"or {REMEDY}"
+            f"trainer.optimizer = {name!r}: this bitsandbytes cannot run on {device}: {first_line(error)}; try a newer "
+            f"one, or {REMEDY}"
         ) from None
 
 
