@@ -71,7 +71,7 @@ def _line(key: int, tokens: int, vocabulary: int) -> str:
 
 def _groups(lines: list[str], policy: Any) -> list[Any]:
     """From the wire to groups with advantages: parsed, checked, decoded, scored. `lines` are in the requests' order."""
-    from podium.advantage._assign import assign_advantages
+    from podium.advantage.build import assign_advantages
     from podium.advantage.grpo import grpo
     from podium.engine.vllm_server import VllmServer
     from podium.records import EngineTraits, Prompt
@@ -130,8 +130,7 @@ def _packed(groups: list[Any]) -> Any:
 def _report(folder: Path, step: Any) -> None:
     from podium.records import RunState, StepReport
     from podium.report.jsonl import Jsonl
-    from podium.run.folder import RunFolder
-    from podium.run.ledger import Ledger
+    from podium.run.folder import Ledger, RunFolder
 
     ordinals = tuple(group.prompt.ordinal for group in step.drawn)
     Jsonl(Ledger(RunFolder(folder))).write(StepReport(RunState(step=1), {}, step.drawn, ordinals))

@@ -490,7 +490,7 @@ def trl_adapter() -> Any:
 def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str = SYSTEM) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
     from podium.data.arithmetic import arithmetic
-    from podium.data.rows.order import OrderedData, Source
+    from podium.data.build import OrderedData, Source
     from podium.records import Plan, RunState
 
     rows = arithmetic(operations="+")

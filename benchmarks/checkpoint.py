@@ -24,10 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from podium.records import RunState
-from podium.run.checkpoint import FolderCheckpoint
-from podium.run.checkpoint_files import find_damage
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.checkpoint import FolderCheckpoint, find_damage
+from podium.run.folder import Ledger, RunFolder
 from podium.run.start import train
 from podium.settings.tables import Settings
 

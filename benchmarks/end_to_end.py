@@ -439,7 +439,7 @@ def run_trl(work: Work, pipe: int) -> None:
 def podium_prompts(tokenizer: Any, work: Work) -> list[Any]:
     """The prompts of Podium's first steps, in its order."""
     from podium.data.arithmetic import arithmetic
-    from podium.data.rows.order import OrderedData, Source
+    from podium.data.build import OrderedData, Source
     from podium.records import Plan, RunState
 
     rows = arithmetic()

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from podium.cli import main
 from podium.errors import CheckpointError
 from podium.model.load import model_folder
-from podium.run import checkpoint_files
-from podium.run.checkpoint_files import find_damage
+from podium.run import checkpoint
+from podium.run.checkpoint import find_damage
 from podium.run.start import train
 from podium.settings.tables import Settings
 from tests.conftest import small_tables
@@ -91,7 +91,7 @@ def test_a_checkpoint_folder_that_cannot_be_read_is_an_error(finished: Path, cap
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("podium.run.checkpoint_files.os.scandir", refuse)
+    monkeypatch.setattr("podium.run.checkpoint.os.scandir", refuse)
     assert main(["resume", str(finished), "--run.steps=5"]) == 1
     assert "cannot be read: Permission denied" in capsys.readouterr().err
 
@@ -112,7 +112,7 @@ def test_killed_while_going_back_the_next_resume_still_works(finished: Path, mon
     def kill(*_):
         raise Killed
 
-    monkeypatch.setattr("podium.run.ledger.os.truncate", kill)
+    monkeypatch.setattr("podium.run.folder.os.truncate", kill)
     with pytest.raises(Killed):
         main(["resume", str(finished), "--step", "2", "--run.steps=5"])
     monkeypatch.undo()
@@ -130,7 +130,7 @@ def test_another_adapter_shape_is_refused(finished: Path, capsys) -> None:
 
 
 def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: Path, capsys, monkeypatch) -> None:
-    real = checkpoint_files.save_file
+    real = checkpoint.save_file
 
     def full(tensors, path):
         if "step-000004" in str(path):
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it_and_no_rubbish(tmp_path: P
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
-    monkeypatch.setattr(checkpoint_files, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         train(Settings.from_dict(small_tables(tmp_path / "run")))
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -200,7 +200,7 @@ def rewrite_state(place: Path, saved: dict[str, Any]) -> None:
     """With a manifest that fits."""
     path, manifest = place / "state.json", place / "manifest.json"
     path.write_text(json.dumps(saved))
-    files = json.loads(manifest.read_text()) | {"state.json": checkpoint_files.describe_file(path)}
+    files = json.loads(manifest.read_text()) | {"state.json": checkpoint.describe_file(path)}
     manifest.write_text(json.dumps(files, indent=1))
 
 
@@ -218,17 +218,17 @@ def test_what_was_written_is_compared_with_what_was_meant(tmp_path: Path) -> Non
     nan = float("nan")
     tensors = {"a": torch.tensor([1.0, nan, -0.0]), "b": torch.tensor([], dtype=torch.float64), "c": torch.tensor(7)}
     place = tmp_path / "checkpoints" / "step-000001"
-    checkpoint_files.write_checkpoint(place, tensors, {"state": {}}, "", [])
-    assert checkpoint_files.find_difference(place, tensors) is None
+    checkpoint.write_checkpoint(place, tensors, {"state": {}}, "", [])
+    assert checkpoint.find_difference(place, tensors) is None
     others = {
         "is not what was written": tensors | {"a": torch.tensor([1.0, nan, 0.0])},
         "holds other tensors": {"a": tensors["a"], "b": tensors["b"]},
         "has another shape": tensors | {"c": torch.tensor([7])},
     }
     for complaint, meant in others.items():
-        assert complaint in (checkpoint_files.find_difference(place, meant) or "")
+        assert complaint in (checkpoint.find_difference(place, meant) or "")
     flip_a_bit(place / "state.json")
-    assert checkpoint_files.find_difference(place, tensors) == "state.json is not what was written"
+    assert checkpoint.find_difference(place, tensors) == "state.json is not what was written"
 
 
 @pytest.mark.parametrize("shift", [-1_000_000_000, 1_000_000_000])
@@ -236,15 +236,15 @@ def test_a_header_that_points_outside_of_its_file_is_a_difference(shift: int, tm
     """And no read of memory that is not the file's."""
     tensors = {"a": torch.ones(1000)}
     place = tmp_path / "checkpoints" / "step-000001"
-    checkpoint_files.write_checkpoint(place, tensors, {"state": {}}, "", [])
-    file, manifest = place / checkpoint_files.TENSORS, place / checkpoint_files.MANIFEST
+    checkpoint.write_checkpoint(place, tensors, {"state": {}}, "", [])
+    file, manifest = place / checkpoint.TENSORS, place / checkpoint.MANIFEST
     header = {"a": {"dtype": "F32", "shape": [1000], "data_offsets": [shift, shift + 4000]}}
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4000)
     described = json.loads(manifest.read_text())
-    described[checkpoint_files.TENSORS]["bytes"] = file.stat().st_size
+    described[checkpoint.TENSORS]["bytes"] = file.stat().st_size
     manifest.write_text(json.dumps(described))
-    assert checkpoint_files.find_difference(place, tensors) == "a in trainer.safetensors is not what was written"
+    assert checkpoint.find_difference(place, tensors) == "a in trainer.safetensors is not what was written"
 
 
 def warned(capsys) -> list[str]:

@@ -15,8 +15,7 @@ from podium.errors import CheckpointError, WeightsError
 from podium.model.handoff import read_manifest
 from podium.remote.files import open_regular, read_regular
 from podium.report.web.reader import RunReader
-from podium.run.checkpoint import newest_checkpoint
-from podium.run.checkpoint_files import write_checkpoint
+from podium.run.checkpoint import newest_checkpoint, write_checkpoint
 from podium.run.folder import RunFolder
 
 

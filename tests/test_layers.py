@@ -13,8 +13,8 @@ ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
 FORKED = {"remote.fork_server", "remote.processes", "remote.relay"}
 POOL = {"remote.loop_thread", "remote.pool", "remote.pool_members", "remote.rollouts"}
-RUN = {"run.checkpoint", "run.checkpoint_files", "run.folder", "run.ledger", "run.resume_rules"}
-SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "removed", "sections", "tables")}
+RUN = {"run.checkpoint", "run.folder"}
+SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
 STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
 BUILT = {f"{stage}.build" for stage in STAGES - {"filter", "pack"}}
 PLACED = BELOW_STAGES | SETTINGS | BUILT | {"run.build", "run.folder", "runtime.ranks", "runtime.wiring"}
@@ -30,7 +30,7 @@ ALLOWED = {
     "loop_async": {"flights", "loop", "records", "stages"},
     "model": {"errors", "records", "remote.files"},
     "data": BELOW_STAGES,
-    "rollout": BELOW_STAGES | {"settings.contracts", "settings.values"},
+    "rollout": BELOW_STAGES | {"settings.contracts"},
     "engine": BELOW_STAGES | POOL | {"remote.fork_server", "settings.lookup"},  # a pool finds engines by their names
     "reward": BELOW_STAGES | FORKED | {"settings.lookup"},  # a worker process finds its rewards by names
     "advantage": BELOW_STAGES,
@@ -39,10 +39,10 @@ ALLOWED = {
     "loss": BELOW_STAGES | {"settings.contracts"},
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES | {"remote.rollouts", "settings.values"},  # it is handed an engine and never finds one
-    "report": {"errors", "records", "remote.files", "run.folder", "run.ledger", "stages", "terminal"},
+    "server": BELOW_STAGES | {"remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
+    "report": {"errors", "records", "remote.files", "run.folder", "stages", "terminal"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
-    "report.build": {"errors", "report", "run.folder", "run.ledger", *SETTINGS},
+    "report.build": {"errors", "report", "run.folder", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export.trained", "server"},
     "server.worker": BELOW_STAGES | SETTINGS | {"server"},
     "remote.codec": {"errors", "records"},
@@ -55,19 +55,15 @@ ALLOWED = {
     "remote.relay": {"terminal"},
     "remote.rollouts": {"errors", "records", "stages"},
     "remote.processes": set(),
-    "run.build": BELOW_STAGES | SETTINGS | RUN,
-    "run.checkpoint": {"errors", "records", "run.checkpoint_files", "run.folder", "run.ledger"},
-    "run.checkpoint_files": {"errors", "remote.files"},
+    "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
+    "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
     "run.folder": {"errors", "remote.files"},
-    "run.ledger": {"errors", "run.folder"},
-    "run.resume_rules": {"errors", "settings.lookup", "settings.sections", "settings.tables", "trainer"},
-    "run.signals": set(),
     "run.watchdog": {"errors", "observer", "run.folder"},
     "evaluation.estimates": set(),
     "evaluation.held_out": {"evaluation.estimates", "records", "stages"},
     "evaluation.scorecard": {"errors", "evaluation.estimates", "evaluation.held_out", "report"},
     "export.trained": {"errors", "run.folder", "settings.tables"},
-    "export.model_card": {"run.folder", "run.ledger", "settings.tables"},
+    "export.model_card": {"run.folder", "settings.tables"},
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation.held_out", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
     "runtime.ranks": BELOW_STAGES
@@ -76,13 +72,11 @@ ALLOWED = {
     "runtime.ray": PLACED | {"remote.pool", "runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
     "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
-    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.signals", "run.start", "sync"},
-    "settings.values": set(),
+    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.start", "sync"},
     "settings.contracts": {"errors", "records"},
     "settings.lookup": {"errors", "records", "settings.contracts"},
-    "settings.sections": {"errors", "loss", "settings.contracts", "settings.lookup", "settings.values"},
+    "settings.sections": {"errors", "loss", "settings.contracts", "settings.lookup"},
     "settings.refusals": {"errors", "settings.contracts", "settings.lookup", "settings.sections", "settings.tables"},
-    "settings.removed": {"errors"},
     "settings.tables": {"errors", "records", *SETTINGS},
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podium import loop, loop_async
-from podium.data.rows.order import OrderedData
+from podium.data.build import OrderedData
 from podium.errors import EngineError, StalledError
 from podium.observer import Observer
 from podium.records import Group, Plan, Prompt, RunState, StepGroups, UpdateResult

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from podium.check.verdicts import _settings_notes
-from podium.data.rows.order import OrderedData, Source
-from podium.data.rows.table import left_out
+from podium.data.build import OrderedData, Source, left_out
 from podium.model.load import load_policy
 from podium.records import Plan, Row, StepGroups, UpdateResult
 from podium.report.dispatch.reports import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle

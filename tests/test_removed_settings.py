@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from podium.errors import InputError
-from podium.settings.removed import ANY, REMOVED, Removed, of_first_version
+from podium.settings.refusals import ANY, REMOVED, Removed, of_first_version
 from podium.settings.tables import Settings
 from tools.settings_page import all_options, default_path
 

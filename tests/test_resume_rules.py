@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from podium.errors import InputError
-from podium.run.resume_rules import CLASSES, changes, check_changes, class_of
+from podium.run.build import CLASSES, changes, check_changes, class_of
 from podium.settings.lookup import STAGES, choices, find, option_fields
 from podium.settings.sections import Choice
 from podium.settings.tables import Settings
@@ -64,7 +64,7 @@ def test_the_list_of_settings_is_whole() -> None:
 
 @pytest.mark.parametrize("name", every_setting())
 def test_every_setting_has_a_class(name: str) -> None:
-    assert class_of(name) in ("free", "warn", "refuse"), f"{name} is new: put it into resume_rules.CLASSES"
+    assert class_of(name) in ("free", "warn", "refuse"), f"{name} is new: put it into CLASS_TABLE of run/build.py"
 
 
 @pytest.mark.parametrize("name", CLASSES)

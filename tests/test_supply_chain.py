@@ -156,7 +156,7 @@ def adapter_with_a_library(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], 
 
 def pickled_checkpoint(tmp_path: Path, mark: Path) -> tuple[dict[str, Any], int]:
     """With a manifest that is right for it."""
-    from podium.run.checkpoint_files import describe_file
+    from podium.run.checkpoint import describe_file
 
     place = trained(tmp_path) / "checkpoints" / "step-000001"
     (place / "trainer.safetensors").write_bytes(pickle.dumps(Canary(mark)))

@@ -11,9 +11,9 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "walkthrough.md"
-MAX_FILES = 52
+MAX_FILES = 48
 """Files that one prompt passes in a step. More files are harder to hold in mind: join some, or say why not."""
-MAX_PLUMBING = 14
+MAX_PLUMBING = 12
 """Of these, files that serve every stage."""
 
 

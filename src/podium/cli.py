@@ -58,8 +58,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    from podium.run.build import changes, check_changes
     from podium.run.folder import RunFolder
-    from podium.run.resume_rules import changes, check_changes
     from podium.settings.tables import Settings, override, read_run_settings
 
     folder = RunFolder.open(options.run)
@@ -81,7 +81,7 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _last_step(folder: Any) -> int | None:
-    from podium.run.checkpoint_files import list_checkpoints, step_of
+    from podium.run.checkpoint import list_checkpoints, step_of
 
     return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
 
@@ -93,8 +93,8 @@ def _committed_settings(folder: Any, step: int | None) -> Any:
     """
     import tomllib
 
-    from podium.run.checkpoint_files import list_checkpoints, read_settings, step_of
-    from podium.settings.removed import of_first_version
+    from podium.run.checkpoint import list_checkpoints, read_settings, step_of
+    from podium.settings.refusals import of_first_version
     from podium.settings.tables import Settings
 
     places = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) == step]

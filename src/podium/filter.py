@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,19 @@ def build_accept(settings: Settings) -> Callable[[Group], bool] | None:
         return None
     found = find("filter", name, "filter.accept")
     check_call("filter", "filter.accept", name, found, {})
-    return partial(_accepted, found, name)
+
+    def accept(group: Group) -> bool:
+        with user_code("filter.accept", name):
+            verdict: Any = found(group)
+        if not isinstance(verdict, bool | np.bool_):
+            if inspect.iscoroutine(verdict):
+                verdict.close()  # nothing will wait for it
+            is_short = isinstance(verdict, str | int | float | None)
+            shown = repr(verdict) if is_short else f"a {type(verdict).__name__}"
+            raise InputError(f"filter.accept = {name!r} returned {shown}; return True or False")
+        return bool(verdict)
+
+    return accept
 
 
 def filter_groups(
@@ -59,18 +72,3 @@ def filter_groups(
 def _masked_if_cut(rollout: Rollout) -> Rollout:
     cut = rollout.finish_reason == "length"
     return replace(rollout, loss_mask=(0,) * len(rollout.token_ids)) if cut else rollout
-
-
-def _accepted(function: Callable[[Group], object], name: str, group: Group) -> bool:
-    with user_code("filter.accept", name):
-        verdict = function(group)
-    if not isinstance(verdict, bool | np.bool_):
-        if inspect.iscoroutine(verdict):
-            verdict.close()  # nothing will wait for it
-        raise InputError(f"filter.accept = {name!r} returned {_shown(verdict)}; return True or False")
-    return bool(verdict)
-
-
-def _shown(value: object) -> str:
-    """A short value as it is; of any other its type."""
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

@@ -1,9 +1,9 @@
 """The prompts that the async loop has under way: being written, being scored, or waiting for their step.
 
-A flight is a lot of prompts that were sent together; its groups join the waiting ones in the order in which their
-rewards are known. With an engine that answers by ordinal and rewards that run inline that is the order of the ordinals,
-so two runs of one seed are equal; otherwise it is the order of completion. With `filter.refill` what the filter drops
-does not count for its step, and others are sent in its place.
+A flight is a set of prompts that were sent together. Its groups join the waiting groups in the order in which their
+rewards are known. If the engine keeps order and the rewards run inline, this is the order of the ordinals, so two runs
+with the same seed are equal; otherwise it is the order of completion. With `filter.refill`, a group that the filter
+drops does not count for its step, and another prompt is sent in its place.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ from podium.records import Group, Plan, Prompt, Queues, RunState, StepGroups
 from podium.stages import Stages
 
 POLL_S = 0.5
-"""Longest wait before it is asked again whether the run should stop."""
+"""Longest wait before checking again whether the run should stop."""
 
 
 class Flights:
-    """Leaving the context cancels what is in the air; a resumed run draws it again."""
+    """Leaving the context cancels all flights; a resumed run draws their prompts again."""
 
     def __init__(self, stages: Stages, plan: Plan) -> None:
         self._stages, self._plan, self._observer = stages, plan, stages.observer
         self._under_way: set[int] = set()
         """Ordinals."""
         self._uncounted: set[int] = set()
-        """Those of them that do not count for their step."""
+        """Ordinals under way that do not count for their step."""
         self._flying: set[asyncio.Task[None]] = set()
         self._waiting: deque[tuple[Group, list[Group]]] = deque()
-        """Groups with their advantages, each with what the filter kept of it."""
+        """Groups with their advantages, each with what the filter kept of the group."""
         self._recent: deque[Group] = deque(maxlen=plan.prompts_per_step)
         self._again: list[Prompt] = []
         """Prompts whose groups were too old."""
         self._num_stale = 0
         self._state: RunState | None = None
-        """From the last `send` on, while the engine holds the trainer's weights; else None."""
+        """The state at the last `send`, while the engine holds the trainer's weights; else None."""
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> "Flights":
@@ -48,7 +48,7 @@ class Flights:
 
     @property
     def under_way(self) -> set[int]:
-        """Ordinals that were sent and whose step is not trained yet."""
+        """Ordinals that were sent and are not trained yet."""
         return set(self._under_way)
 
     def send(self, state: RunState) -> None:
@@ -65,7 +65,7 @@ class Flights:
             task.add_done_callback(lambda _: self._news.set())
 
     def _room(self, state: RunState) -> int:
-        """Prompts that may be sent now. However many are dropped, those under way have an upper bound too."""
+        """How many prompts may be sent now. The number under way is bounded, however many groups are dropped."""
         plan = self._plan
         wanted = min(plan.prompts_ahead, (plan.steps - state.step) * plan.prompts_per_step)
         most = wanted * (1 + plan.max_refills)
@@ -73,8 +73,8 @@ class Flights:
         return max(0, min(wanted - counted, most - len(self._under_way)))
 
     async def _fly(self, groups: AsyncIterator[Group], count: int) -> None:
-        """Stages 2 to 4 for `count` prompts; where they make no whole steps, the groups before them count in the share
-        of failed rewards: a few alone would say little."""
+        """Stages 2 to 4 for `count` prompts. If they do not fill whole steps, the recent groups count in the share of
+        failed rewards too: a few groups alone would say little."""
         stages, is_whole = self._stages, count % self._plan.prompts_per_step == 0
         after = () if is_whole else tuple(self._recent)
         async for group in self._observer.scored(stages.reward.score_each(self._noticed(groups), after=after)):
@@ -94,7 +94,7 @@ class Flights:
             yield group
 
     async def next_step(self, state: RunState) -> StepGroups:
-        """The groups of a step in the order in which they came; fewer where the data ends or a signal came."""
+        """The groups of a step in the order of their arrival; fewer if the data ends or a signal arrives."""
         step = StepGroups(self._plan.prompts_per_step)
         while True:
             self._look_after_flights()
@@ -116,13 +116,13 @@ class Flights:
         return replace(step, queues=queues)
 
     def _is_full(self, step: StepGroups) -> bool:
-        """With refills once enough groups are kept, or as many drawn as all rounds of refilling could have."""
+        """With refills, a step is full when enough groups are kept, or when all rounds of refilling are used up."""
         plan = self._plan
         enough = len(step.kept if plan.max_refills else step.drawn) == plan.prompts_per_step
         return enough or len(step.drawn) == plan.prompts_per_step * (1 + plan.max_refills)
 
     def _reject(self, group: Group, state: RunState) -> None:
-        """Too old to be trained: its prompt is sampled again under its own ordinal."""
+        """The group is too old to be trained: its prompt is sampled again under the same ordinal."""
         self._again.append(group.prompt)
         self._num_stale += 1
         versions = {"oldest": group.oldest_version, "policy_version": state.policy_version}
@@ -136,7 +136,7 @@ class Flights:
         self._state = None
 
     async def written(self) -> None:
-        """Until nothing is being written; groups may still be scored. After a signal nothing needs to be written."""
+        """Waits until nothing is being generated; groups may still be scored. After a signal, cancels all flights."""
         while self._observer.num_writing and not self._observer.stop_requested():
             self._look_after_flights()
             await self._wait()
@@ -150,13 +150,13 @@ class Flights:
         await asyncio.gather(*flying, return_exceptions=True)
 
     async def _wait(self) -> None:
-        """For a group, for the end of a flight, or for a while."""
+        """Waits for a group, for the end of a flight, or for `POLL_S`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), POLL_S)
         self._news.clear()
 
     def _look_after_flights(self) -> None:
-        """What broke a flight breaks the run."""
+        """Raises the error of a failed flight."""
         landed = {task for task in self._flying if task.done()}
         self._flying -= landed
         for task in landed:

@@ -1,4 +1,4 @@
-"""What the loops tell as they run: one object for timing, the event log, the watchdog and stop requests.
+"""The loops report to one object what they do. It serves timing, the event log, the watchdog and stop requests.
 
     loop ──► during("train", …), end("pack")   laps: the seconds of each stage add up to the wall time of a step
          ──► writing(groups, prompts)          the engine works while a group is missing; a stop request breaks it off
@@ -6,7 +6,7 @@
 
 The events are lines of events.jsonl: `sampling` (prompts were sent), `group` (one came back whole), `training` and
 `trained`, `pushed` (an engine took new weights and proved it). Tests and people read from them what overlapped and in
-which order. An observer without arguments only measures time, which is all that a test or a simulation needs.
+which order. An observer without arguments only measures time, which is enough for a test or a simulation.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FINITE = "finite"
 Finite = Annotated[float, FINITE]
-"""Neither NaN nor an infinity: such a value is refused where it arrives from another process."""
+"""Neither NaN nor infinite: such a value is rejected when it arrives from another process."""
 FinishReason = Literal["stop", "length", "abort"]
 PER_TOKEN = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")  # fields of a Batch
 PER_TOKEN += ("old_logprobs", "reference_logprobs")  # these may be None
@@ -119,9 +119,8 @@ class Prompt:
     reward: tuple[str, ...] = ()
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    opens_thinking: bool = (
-        False  # the rendered prompt ends in <think> or the like: the answer begins inside the thinking
-    )
+    opens_thinking: bool = False
+    """Whether the rendered prompt ends in <think> or the like, so that the answer begins inside the thinking."""
 
     @property
     def label(self) -> str:
@@ -242,11 +241,11 @@ class Rollout:
     """One answer of the policy to a prompt."""
 
     token_ids: tuple[int, ...]
-    """Of the answer only; the stop id included."""
+    """Of the answer only, including the stop id."""
     rollout_logprobs: tuple[float, ...]
-    """One a token, of the distribution really sampled from."""
+    """One per token, of the distribution really sampled from."""
     loss_mask: tuple[int, ...]
-    """One a token: 1 where the policy wrote it, 0 where an environment did."""
+    """One per token: 1 where the policy wrote it, 0 where an environment did."""
     finish_reason: FinishReason
     text: str
     """Decoded for rewards and people; never encoded back."""
@@ -260,7 +259,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its rollouts, whole or, where an engine failed at it, none. The tuples have one entry a rollout."""
+    """A prompt and all its rollouts, or none if an engine failed at it. The tuples have one entry per rollout."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -277,7 +276,7 @@ class Group:
     advantages: tuple[float, ...] = ()
     """0 for a rollout without a reward."""
     scoring_s: Finite = 0.0
-    """Seconds until its rewards were known, waiting for a free worker included."""
+    """Seconds from submission to reward, including queueing."""
     num_retries: int = 0
     """Most times that one of its rollouts was asked for again because an answer could not be right."""
 
@@ -289,7 +288,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that wrote the first token of its first rollout; without rollouts it is never too old."""
+        """Oldest policy version among all rollouts; without rollouts a group is never too old."""
         return min((rollout.policy_version_min for rollout in self.rollouts), default=sys.maxsize)
 
     @property
@@ -307,16 +306,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Queues:
-    """Where the prompts under way stood when the async loop had its next step together."""
+    """The state of the prompts under way when the groups of the async loop's next step were complete."""
 
     num_writing: int
-    """Prompts whose rollouts were being written."""
+    """Prompts being generated."""
     num_scoring: int
     """Groups whose rewards were not known yet."""
     num_waiting: int
-    """Scored groups, those of the step aside."""
+    """Scored groups, without those of the step."""
     num_stale: int
-    """Groups that were found too old since the step before, and are sampled again."""
+    """Groups found too old since the previous step; their prompts are sampled again."""
 
 
 @dataclass(frozen=True)
@@ -326,11 +325,11 @@ class StepGroups:
     prompts_per_step: int
     """Groups that make it full."""
     drawn: tuple[Group, ...] = ()
-    """Every group, the dropped ones too."""
+    """Every group, including dropped ones."""
     kept: tuple[Group, ...] = ()
-    """Those that are trained, as the filter left them."""
+    """The groups that are trained, as the filter left them."""
     num_refills: int = 0
-    """Rounds of further prompts that were started for it."""
+    """Rounds of additional prompts that were started for the step."""
     queues: Queues | None = None
     """None in the strict loop."""
 
@@ -363,11 +362,11 @@ class Batch:
     num_rollouts: int
     """Rollouts of the whole optimizer step, over all batches and ranks."""
     answer_starts: tuple[int, ...]
-    """One a document: how many of its tokens are the prompt."""
+    """One per document: how many of its tokens are the prompt."""
     digests: tuple[str, ...]
-    """One a document: the fingerprint of its answer's ids as sampled."""
+    """One per document: the fingerprint of its answer's ids as sampled."""
     ordinals: tuple[int, ...] = ()
-    """One a document: its prompt's ordinal, where adjacent documents of one prompt may share its computation."""
+    """One per document: its prompt's ordinal, where adjacent documents of one prompt may share its computation."""
     minibatch: int = 0
     """Which update of the step it belongs to; "the whole optimizer step" above is that update."""
     old_logprobs: torch.Tensor | None = None
@@ -457,7 +456,7 @@ class RunState:
     """Trainer steps done."""
     policy_version: int = 0
     next_ordinal: int = 0
-    """The trained frontier: every prompt below it was trained or dropped but the pending ones, none above it was."""
+    """The trained frontier: every prompt below it was trained, dropped or is pending; none above it was trained."""
     num_rollouts: int = 0
     """Sampled for training so far."""
     num_tokens: int = 0
@@ -465,7 +464,8 @@ class RunState:
     num_skipped_steps: int = 0
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
-    num_dropped_groups: int = 0  # prompts that an engine failed at in every try
+    num_dropped_groups: int = 0
+    """Prompts that an engine failed at in every try."""
     retired: tuple[int, ...] = ()
     """Rows that are not drawn again, by index, sorted."""
     pending: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """One Protocol per stage, in pipeline order, and `Stages`, the bundle that a runtime hands to the loop.
 
-A stage knows the records that it takes and gives, and nothing of where it runs: the object here may be the real one
-(runtime `local`), an actor or a task. A stage never imports another; what it needs it is handed when it is built.
+A stage knows the records that it takes and returns, and not where it runs: the object here may be the real one
+(runtime `local`), an actor or a task. A stage never imports another stage; it gets what it needs when it is built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Data(Protocol):
     """Stage 1. Prompts in an order that depends on the seed alone."""
 
     def draw(self, state: RunState, count: int, under_way: Collection[int] = ()) -> list[Prompt]:
-        """The next prompts, those aside whose ordinals are `under_way`; fewer where the data ends."""
+        """The next prompts, without those whose ordinals are `under_way`; fewer where the data ends."""
         ...
 
     def advance(self, state: RunState, groups: Sequence[Group], under_way: Collection[int] = ()) -> RunState:
@@ -92,17 +92,10 @@ class Engine(Protocol):
         ...
 
 
-class RolloutStage(Protocol):
-    """Stage 2. Prompts in, groups of rollouts out."""
-
-    def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """Starts all prompts at once. Groups arrive by ordinal if the engine keeps order, otherwise once whole.
-        Closing the iterator gives up what is outstanding."""
-        ...
-
-
 StartRollouts = Callable[[Sequence[Prompt]], AsyncIterator[Group]]
-"""`start` of a rollout stage."""
+"""Stage 2, the method `start` of a rollout stage. Prompts in, groups of rollouts out. It starts all prompts at once.
+Groups arrive by ordinal if the engine keeps order, otherwise as soon as they are whole. Closing the iterator gives up
+what is outstanding."""
 
 
 class RewardFunction(Protocol):
@@ -115,7 +108,7 @@ class RewardFunction(Protocol):
 
 
 class RewardStage(Protocol):
-    """Stage 3. Scores each group as it arrives, beside generation."""
+    """Stage 3. Scores each group as it arrives, while others are still being generated."""
 
     def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
         """`after`: groups of the same step that were scored before; they count in its share of failed rewards."""
@@ -238,15 +231,15 @@ class Report(Protocol):
     def finish(self, summary: Mapping[str, Any]) -> None: ...
 
     def fail(self) -> None:
-        """The run broke; the error itself is told elsewhere."""
+        """The run broke; the error itself is reported elsewhere."""
         ...
 
 
 class Evaluation(Protocol):
-    """Beside the pipeline: held-out prompts through the same engine."""
+    """Not part of the pipeline: held-out prompts through the same engine."""
 
     async def run_if_due(self, state: RunState, since: int) -> None:
-        """`since` is the step at which it was asked last."""
+        """`since` is the step of the last call."""
         ...
 
 

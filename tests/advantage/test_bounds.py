@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from podium.advantage._assign import assign_advantages
+from podium.advantage.build import assign_advantages
 from podium.advantage.grpo import grpo
 from podium.advantage.rloo import rloo
 from podium.pack import pack

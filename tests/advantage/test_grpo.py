@@ -1,6 +1,6 @@
 import pytest
 
-from podium.advantage._assign import assign_advantages
+from podium.advantage.build import assign_advantages
 from podium.advantage.grpo import grpo
 from podium.records import Group, Prompt
 

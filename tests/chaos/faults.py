@@ -9,7 +9,7 @@ import time
 import podium.run.checkpoint
 from podium.records import Prompt, Rollout
 from podium.reward.arithmetic import arithmetic
-from podium.run.checkpoint_files import write_checkpoint
+from podium.run.checkpoint import write_checkpoint
 
 
 def kill_in_save() -> None:

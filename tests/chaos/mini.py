@@ -11,8 +11,7 @@ import torch
 from podium.errors import PodiumError
 from podium.records import RunState
 from podium.run.checkpoint import FolderCheckpoint
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 
 
 class OneTensor:

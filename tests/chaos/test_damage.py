@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from podium.errors import CheckpointError
-from podium.run.checkpoint_files import FORMAT, find_damage
+from podium.run.checkpoint import FORMAT, find_damage
 from tests.chaos.harness import ChaosJobs, events, tiny_tables, write_tables
 from tests.chaos.mini import make_run, restored
 
@@ -101,7 +101,7 @@ def test_d7_a_checkpoint_of_a_later_format_is_refused_with_both_numbers(tmp_path
     place = tmp_path / "run" / "checkpoints" / "step-000001"
     state = place / "state.json"
     state.write_text(state.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
-    from podium.run.checkpoint_files import describe_file
+    from podium.run.checkpoint import describe_file
 
     manifest = {name: describe_file(place / name) for name in ("settings.toml", "state.json", "trainer.safetensors")}
     (place / "manifest.json").write_text(json.dumps(manifest, indent=1))

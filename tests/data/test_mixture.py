@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from podium.data.rows.order import OrderedData, Source, make_pools
+from podium.data.build import OrderedData, Source, make_pools
 from podium.errors import InputError
 from podium.records import Plan, Row, RunState
 from podium.settings.tables import Settings

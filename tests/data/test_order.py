@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from podium.data.rows.order import OrderedData, Source
+from podium.data.build import OrderedData, Source
 from podium.errors import InputError
 from podium.records import Group, Plan, Prompt, Row, RunState
 from tests.builders import make_group

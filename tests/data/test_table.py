@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from podium.data.build import build_data, read_sources
-from podium.data.rows.table import data_lines
+from podium.data.build import build_data, data_lines, read_sources
 from podium.model.load import EMBEDDED, load_policy
 from podium.settings.tables import Settings
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from podium.records import EvalReport, RunState, StepReport
 from podium.report.jsonl import Jsonl, Pieces
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from tests.builders import make_group, make_prompt, make_rollout
 
 SETTINGS = """[run]

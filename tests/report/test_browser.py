@@ -12,8 +12,7 @@ from podium.report.jsonl import Jsonl
 from podium.report.web.html import render
 from podium.report.web.reader import RunReader
 from podium.report.web.serve import report_server
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from tests.report.runs import add_step, make_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

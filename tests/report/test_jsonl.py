@@ -8,8 +8,7 @@ from transformers import AutoTokenizer
 from podium.model.load import EMBEDDED
 from podium.records import EvalReport, StepReport
 from podium.report.jsonl import Jsonl, Pieces, piece_decoder, read_pieces, rollout_lines
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
 
 

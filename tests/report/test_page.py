@@ -11,8 +11,7 @@ from podium.report import page as page_module
 from podium.report.jsonl import Jsonl
 from podium.report.page import Page
 from podium.report.web.html import render
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from podium.run.start import resume
 from podium.settings.tables import Settings
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from podium.report.jsonl import Jsonl
 from podium.report.web.reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from tests.report.runs import add_step, make_run, step_numbers
 
 

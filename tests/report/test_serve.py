@@ -10,8 +10,7 @@ from podium.errors import InputError
 from podium.report.jsonl import Jsonl
 from podium.report.web.reader import flattened
 from podium.report.web.serve import Server, find_runs, report_server
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from tests.report.runs import add_step, make_run
 
 Serve = Callable[[Path], int]

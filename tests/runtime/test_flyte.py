@@ -33,10 +33,9 @@ from podium.model.handoff import publish
 from podium.model.load import load_policy
 from podium.records import Group, Prompt, RunState
 from podium.remote.codec import from_json, to_json
-from podium.run.checkpoint_files import list_checkpoints, read_tensors
+from podium.run.checkpoint import list_checkpoints, read_tensors
 from podium.run.folder import RunFolder
-from podium.run.signals import StopSignal
-from podium.run.start import Summary, resume, train
+from podium.run.start import StopSignal, Summary, resume, train
 from podium.runtime.on_flyte import environments as where
 from podium.runtime.on_flyte import replica, tasks
 from podium.runtime.on_flyte.driver import Store, drive

@@ -8,7 +8,7 @@ From RLOO (arXiv 2402.14740). Not divided by a deviation, so a group with rare s
 from collections.abc import Sequence
 from statistics import fmean
 
-from podium.advantage._assign import Clip, bounded
+from podium.advantage.grpo import Clip, bounded
 
 
 def rloo(rewards: Sequence[float], *, clip: Clip = None) -> list[float]:

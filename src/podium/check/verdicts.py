@@ -14,9 +14,7 @@ from uuid import uuid4
 from podium.advantage.build import build_advantages
 from podium.check.calibrate import without_auto
 from podium.check.timing import Trial, run_trial, sampling_s, training_s
-from podium.data.build import build_run_data
-from podium.data.rows.order import OrderedData
-from podium.data.rows.table import data_lines
+from podium.data.build import OrderedData, build_run_data, data_lines
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
 from podium.evaluation.held_out import held_out_groups
 from podium.filter import build_accept

@@ -1,13 +1,11 @@
 """Data from Hugging Face `datasets`: a hub name, a folder, or a parquet, JSON, CSV or Arrow file.
 
-In: a path and a split. Out: rows, from the columns that `rows/columns.py` describes; an empty cell counts as a missing
+In: a path and a split. Out: rows, from the columns that `jsonl.py` describes; an empty cell counts as a missing
 column. Columns with images, audio and the like are left out. Local files are read without leaving a cache; what comes
 from the hub stays in the library's own cache.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.data.rows.columns import AnswerColumn, Columns, PromptColumn, Remap, RewardColumn, read_rows
+from podium.data.jsonl import AnswerColumn, Columns, PromptColumn, Remap, RewardColumn, read_rows
 from podium.errors import InputError, first_line
 from podium.model.hub import hub_is_reachable
 from podium.records import Row
@@ -37,7 +35,17 @@ def hub(
     """Every row of the split, in order."""
     if find_spec("datasets") is None:
         raise InputError("data.name = 'hub' needs the package datasets: pip install datasets")
-    with _loaded(path, split, config) as table:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    with TemporaryDirectory() as scratch:
+        try:
+            table = _load(datasets, path, split, config, scratch)
+        except InputError:
+            raise
+        except Exception as error:  # the libraries raise anything for a broken file or an unknown name
+            raise InputError(f"data.path = {path!r}, split {split!r} cannot be loaded: {_reason(error)}") from None
         names = [name for name, kind in table.features.items() if not hasattr(kind, "decode_example")]
         numbered = enumerate(table.select_columns(names), start=1)
         columns = Columns(prompt_column, answer_column, reward_column, remap)
@@ -60,22 +68,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
-
-
-@contextmanager
-def _loaded(path: str, split: str, config: str | None) -> Iterator[Any]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    with TemporaryDirectory() as scratch:
-        try:
-            table = _load(datasets, path, split, config, scratch)
-        except InputError:
-            raise
-        except Exception as error:  # the libraries raise anything for a broken file or an unknown name
-            raise InputError(f"data.path = {path!r}, split {split!r} cannot be loaded: {_reason(error)}") from None
-        yield table
 
 
 def _load(datasets: Any, path: str, split: str, config: str | None, scratch: str) -> Any:

@@ -21,7 +21,7 @@ from podium.export.trained import Trained, find_trained, run_model
 from podium.model.forward import head_weight
 from podium.model.hub import hub_is_reachable
 from podium.model.load import Policy, load_policy
-from podium.run.checkpoint_files import find_damage, read_tensors
+from podium.run.checkpoint import find_damage, read_tensors
 from podium.run.folder import RunFolder
 from podium.settings.sections import Model
 from podium.settings.tables import Settings

@@ -5,8 +5,7 @@ from typing import Any
 
 import tomli_w
 
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from podium.settings.tables import read_run_settings
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 280, 48, 12, 14, 36

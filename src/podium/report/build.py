@@ -14,8 +14,7 @@ from podium.report.dispatch.reports import Reports
 from podium.report.jsonl import Jsonl, Pieces, piece_decoder
 from podium.report.page import Page
 from podium.report.web.reader import run_card
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from podium.settings.contracts import checked, user_code
 from podium.settings.lookup import find
 from podium.settings.sections import Choice

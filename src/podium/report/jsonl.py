@@ -15,7 +15,7 @@ import numpy as np
 
 from podium.records import EvalReport, Group, StepReport
 from podium.remote.files import read_regular
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger
 
 
 class Pieces:

@@ -1,15 +1,23 @@
-"""From `[rollout]` and `[eval]` to the rollout stage."""
+"""From `[rollout]` and `[eval]` to the rollout stage. The groups of a user's own stage are checked where they enter the
+run; errors name the setting."""
 
+import math
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from numbers import Integral
+from typing import Any, Protocol, get_args
 
 from podium.errors import InputError
-from podium.rollout._checked import Bounds, checked_groups
+from podium.records import FinishReason, Group, Prompt, Rollout
 from podium.settings.contracts import checked, is_users, signature_of, user_code
 from podium.settings.lookup import find
 from podium.settings.sections import Eval
 from podium.settings.tables import Settings
 from podium.stages import Engine, StartRollouts
+
+END: Any = object()
 
 
 class PolicyTokens(Protocol):
@@ -72,3 +80,102 @@ def eval_options(settings: Settings) -> dict[str, Any]:
                 "remove it, or give the stage that option"
             )
     return settings.rollout.options | {key: value for key, value in own.items() if key in taken}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the ids and versions of a rollout must keep to."""
+
+    vocabulary: int
+    max_context_tokens: int
+    newest_version: Callable[[], int | None]
+    """Of the engine's weights now; None where it is not known."""
+
+
+async def checked_groups(
+    start: Callable[[Sequence[Prompt]], Any], name: str, bounds: Bounds, prompts: Sequence[Prompt]
+) -> AsyncIterator[Group]:
+    """The groups that `start` of the rollout stage called `name` gives for the prompts, each checked as it arrives."""
+    owed = {prompt.ordinal for prompt in prompts}
+    with user_code("rollout.name", name):
+        groups = start(prompts)
+        if not hasattr(groups, "__anext__"):
+            if hasattr(groups, "close"):
+                groups.close()  # a coroutine, which nothing will wait for
+            raise TypeError(f"start returned a {type(groups).__name__}; yield each group from an 'async def'")
+    async with aclosing(groups) if hasattr(groups, "aclose") else nullcontext():
+        while True:
+            with user_code("rollout.name", name):
+                group = await anext(groups, END)
+            if group is END:
+                break
+            if fault := group_fault(group, owed, bounds):
+                raise InputError(f"rollout.name = {name!r} gave {fault}")
+            owed.discard(group.prompt.ordinal)
+            yield group
+    if owed:
+        raise InputError(
+            f"rollout.name = {name!r} gave no group for {len(owed)} of {len(prompts)} prompts, such as "
+            f"{min(owed)}; give one for each prompt, without rollouts where it has none"
+        )
+
+
+def group_fault(group: Any, owed: Collection[int], bounds: Bounds) -> str | None:
+    """What is wrong with a group, and what to give instead; `owed` are the ordinals that wait for one."""
+    if not isinstance(group, Group):
+        return f"a {type(group).__name__} in place of a group; give podium.records.Group"
+    where = f"a group for prompt {group.prompt.ordinal}"
+    if group.prompt.ordinal not in owed:
+        return f"{where}, which was not asked for or has come before; give one group for each prompt"
+    if not isinstance(group.rollouts, tuple | list):
+        return f"{where} whose rollouts are a {type(group.rollouts).__name__}; give a tuple"
+    for number, rollout in enumerate(group.rollouts):
+        try:
+            fault = _rollout_fault(rollout, len(group.prompt.token_ids), bounds)
+        except TypeError as error:  # None in place of numbers
+            fault = f"has a field of the wrong type: {error}"
+        if fault:
+            return f"{where} whose rollout {number} {fault}"
+    return None
+
+
+def _rollout_fault(rollout: Any, prompt_tokens: int, bounds: Bounds) -> str | None:
+    if not isinstance(rollout, Rollout):
+        return f"is a {type(rollout).__name__}; give podium.records.Rollout"
+    return _token_fault(rollout, prompt_tokens, bounds) or _answer_fault(rollout, bounds.newest_version())
+
+
+def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | None:
+    """What it has of each token."""
+    ids = rollout.token_ids
+    lengths = {"loss_mask": len(rollout.loss_mask), "rollout_logprobs": len(rollout.rollout_logprobs)}
+    for name, length in lengths.items():
+        if length != len(ids):
+            return f"has {length} values in {name} and {len(ids)} token ids; give one value for each token"
+    if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
+        return f"has token ids that are not whole numbers, such as {ids[0]!r}; give a tuple of int"
+    if ids and not (min(ids) >= 0 and max(ids) < bounds.vocabulary):
+        return f"has an id outside the vocabulary of {bounds.vocabulary}; give ids that the model knows"
+    if prompt_tokens + len(ids) > bounds.max_context_tokens:
+        return (
+            f"has {len(ids)} tokens after a prompt of {prompt_tokens}, more than the model's context of "
+            f"{bounds.max_context_tokens}; end it before"
+        )
+    if not set(rollout.loss_mask) <= {0, 1}:
+        return "has a loss_mask with other values than 0 and 1; give 1 where the policy wrote the token"
+    if not all(math.isfinite(value) and value <= 1e-6 for value in rollout.rollout_logprobs):
+        return "has a value in rollout_logprobs that is no finite number of at most 0; give the sampler's logprobs"
+    return None
+
+
+def _answer_fault(rollout: Rollout, newest: int | None) -> str | None:
+    """What it has once; `newest` is the engine's version."""
+    first, last = rollout.policy_version_min, rollout.policy_version_max
+    if not isinstance(rollout.text, str):
+        return f"has a {type(rollout.text).__name__} as its text; give the decoded answer"
+    if rollout.finish_reason not in get_args(FinishReason):
+        return f"has finish_reason = {rollout.finish_reason!r}; give one of {', '.join(get_args(FinishReason))}"
+    if not 0 <= first <= last or (newest is not None and last > newest):
+        held = "" if newest is None else f" while the engine has version {newest}"
+        return f"has policy versions {first} to {last}{held}; take those of the engine's answers"
+    return None

@@ -8,7 +8,7 @@ gives the same rollouts.
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from pydantic import Field
 from podium.errors import EngineError, InputError
 from podium.model.chat import decode_answer
 from podium.records import Answer, Group, PrefixGroup, Prompt, Request, Rollout, Sampling
-from podium.settings.values import Temperature
+from podium.settings.contracts import Temperature
 from podium.stages import Engine
 
 MAX_RETRIES = 2
@@ -62,38 +62,47 @@ class SingleTurn:
         engine cannot write comes without rollouts: it is never trained, and counted. If no prompt of the call gets a
         usable answer, the run ends.
         """
-        writing = [_Writing(prompt, self._name(prompt)) for prompt in sorted(prompts, key=lambda each: each.ordinal)]
         changed = asyncio.Event()
-        tasks = [
-            each.send(self._rollout(each.prompt, index), changed)
-            for each in writing
-            for index in range(self._rollouts_per_prompt)
-        ]
-        unfinished, failures = list(writing), []
+        tasks: list[asyncio.Future[Any]] = []
+        unfinished: dict[int, tuple[Prompt, asyncio.Future[list[_Outcome]]]] = {}
+        for prompt in sorted(prompts, key=lambda each: each.ordinal):
+            own = [asyncio.create_task(self._rollout(prompt, index)) for index in range(self._rollouts_per_prompt)]
+            whole = asyncio.gather(*own)
+            whole.add_done_callback(lambda _: changed.set())
+            tasks += [*own, whole]
+            unfinished[prompt.ordinal] = (prompt, whole)
+        failures: list[str] = []
         try:
             while unfinished:
                 await changed.wait()
                 changed.clear()
-                for each in self._whole(unfinished):
-                    unfinished.remove(each)
-                    group, failure = each.group()
+                for group, failure in self._whole_groups(unfinished):
+                    del unfinished[group.prompt.ordinal]
                     failures += [failure] if failure else []
                     yield group
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for each in unfinished:
-                self._engine.release(each.name)
+            for prompt, _ in unfinished.values():
+                self._engine.release(self._name(prompt))
         if prompts and len(failures) == len(prompts):
             raise EngineError(f"no answer of the engine can be used: {failures[0]}")
 
-    def _whole(self, unfinished: Sequence["_Writing"]) -> list["_Writing"]:
-        """Those to hand on now. Raises what ended a rollout, whichever prompt it is of."""
-        for each in unfinished:
-            each.check()
-        whole = takewhile if self._engine.traits.keeps_order else filter
-        return list(whole(lambda each: each.is_whole, unfinished))
+    def _whole_groups(
+        self, unfinished: Mapping[int, tuple[Prompt, "asyncio.Future[list[_Outcome]]"]]
+    ) -> list[tuple[Group, str]]:
+        """The groups to hand on now, each with why it has no rollouts. Raises what ended a rollout, whichever prompt it
+        is of."""
+        for prompt, whole in unfinished.values():
+            if whole.done() and isinstance(error := whole.exception(), asyncio.CancelledError):
+                raise EngineError(f"{prompt.label}: the engine gave up a request that nobody cancelled") from error
+            if whole.done():
+                whole.result()
+        ready = takewhile if self._engine.traits.keeps_order else filter
+        return [
+            _group(prompt, whole.result()) for prompt, whole in ready(lambda each: each[1].done(), unfinished.values())
+        ]
 
     def _name(self, prompt: Prompt) -> str:
         return f"{self._purpose}/{prompt.ordinal}"
@@ -146,51 +155,12 @@ class _Outcome:
     """Why there is no rollout."""
 
 
-class _Writing:
-    """A prompt whose rollouts are being written."""
-
-    def __init__(self, prompt: Prompt, name: str) -> None:
-        self.prompt, self.name = prompt, name
-        self._tasks: list[asyncio.Task[_Outcome]] = []
-        self._num_left = 0
-        self._failed: asyncio.Task[_Outcome] | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        return not self._num_left
-
-    def send(self, rollout: Coroutine[Any, Any, _Outcome], changed: asyncio.Event) -> "asyncio.Task[_Outcome]":
-        """Sets `changed` when the last rollout is there, or when one ends the run."""
-
-        def note(task: asyncio.Task[_Outcome]) -> None:
-            self._num_left -= 1
-            if task.cancelled() or task.exception() is not None:
-                self._failed = self._failed or task
-            if self._failed is not None or self.is_whole:
-                changed.set()
-
-        task = asyncio.create_task(rollout)
-        task.add_done_callback(note)
-        self._tasks.append(task)
-        self._num_left += 1
-        return task
-
-    def check(self) -> None:
-        """Raises what ended one of its rollouts."""
-        if self._failed is None:
-            return
-        if self._failed.cancelled():
-            raise EngineError(f"{self.prompt.label}: the engine gave up a request that nobody cancelled")
-        self._failed.result()
-
-    def group(self) -> tuple[Group, str]:
-        """The whole group, or one without rollouts and why."""
-        outcomes = [task.result() for task in self._tasks]
-        num_retries = max(outcome.num_retries for outcome in outcomes)
-        if failure := next((outcome.failure for outcome in outcomes if outcome.failure), ""):
-            return Group(self.prompt, (), num_retries=num_retries), failure
-        rollouts = tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
-        return Group(self.prompt, rollouts, num_retries=num_retries), ""
+def _group(prompt: Prompt, outcomes: Sequence[_Outcome]) -> tuple[Group, str]:
+    """The whole group, or one without rollouts and why."""
+    num_retries = max(outcome.num_retries for outcome in outcomes)
+    failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
+    rollouts = () if failure else tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
+    return Group(prompt, rollouts, num_retries=num_retries), failure
 
 
 def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:

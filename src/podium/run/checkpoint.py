@@ -1,64 +1,44 @@
-"""Stage 9: the atomic commit, and how a run is restored from it.
+"""Stage 9: the atomic commit, how a checkpoint lies on the disk, and how a run is restored from it.
 
-In: the state at the end of a window. Out: a checkpoint (`checkpoint_files.py`) with all that the run needs to continue
-bit for bit. Training only waits for a copy of the tensors. Another thread writes the copy, verifies it and deletes old
-checkpoints, one commit at a time; its errors are raised at the next commit. The newest checkpoint follows from the
-folder names and is not stored anywhere.
+A checkpoint is a folder with weights, optimizer and random states (`trainer.safetensors`), the state of the run and the
+length of its ledger (`state.json`), its settings (`settings.toml`), and the length and sha256 of each file
+(`manifest.json`). It is written under a temporary name, flushed to disk and renamed, so it is complete or absent. It
+holds tensors and JSON only: nothing in it can be executed. The newest checkpoint follows from the folder names.
+
+Training only waits for a copy of the tensors. Another thread writes the copy, verifies it and deletes old checkpoints,
+one commit at a time; its errors are raised at the next commit.
 """
 
-from __future__ import annotations
-
 import asyncio
+import ctypes
+import hashlib
+import json
 import os
+import re
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError, InputError
 from podium.records import RunState
-from podium.run.checkpoint_files import (
-    find_damage,
-    find_difference,
-    flush,
-    list_checkpoints,
-    read_settings,
-    read_state,
-    read_tensors,
-    step_of,
-    write_checkpoint,
-)
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.remote.files import open_regular, read_regular
+from podium.run.folder import Ledger, RunFolder
+from podium.terminal import warn
 
-if TYPE_CHECKING:
-    import torch
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Functions that a runtime may have called during the life of a checkpoint."""
-
-    begin: Callable[[], None] = _nothing
-    """Called when a run starts at step 0: may give the trainer other weights to start from."""
-    accept: Callable[[str, int], None] = _nothing
-    """Gets the settings and the step of the restored checkpoint; raises `InputError` if the run may not continue from
-    them."""
-    restored: Callable[[RunState, Path | None], None] = _nothing
-    """Gets the initial state and its checkpoint, or None at step 0; called in its own thread."""
-    committed: Callable[[Path, int], None] = _nothing
-    """Gets each new checkpoint and its step, in the thread that wrote it."""
-    warn: Callable[[str], None] = print
-    """Gets a message about a damaged checkpoint, or about a resumed run that has no checkpoint."""
+FORMAT = 2
+"""2 added the settings and the number of restarts; 1 had neither."""
+MANIFEST, STATE, TENSORS, SETTINGS = "manifest.json", "state.json", "trainer.safetensors", "settings.toml"
+_memcmp = ctypes.CDLL(None).memcmp  # more than twice as fast as torch.equal, and a NaN equals itself
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class SavedTrainer(Protocol):
@@ -69,6 +49,10 @@ class SavedTrainer(Protocol):
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
     def save_model(self, folder: str) -> None: ...
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class FolderCheckpoint:
@@ -86,13 +70,23 @@ class FolderCheckpoint:
         keep: int,
         step: int | None = None,
         base_digest: str | None = None,
-        hooks: Hooks = Hooks(),  # noqa: B008  frozen
+        begin: Callable[[], None] = _nothing,
+        accept: Callable[[str, int], None] = _nothing,
+        restored: Callable[[RunState, Path | None], None] = _nothing,
+        committed: Callable[[Path, int], None] = _nothing,
     ) -> None:
         """`step` names the checkpoint to restore; default: the newest undamaged one. `base_digest` is the digest of the
-        weights under an adapter."""
+        weights under an adapter.
+
+        `begin` is called when a run starts at step 0, and may give the trainer other weights. `accept` gets the
+        settings and the step of the restored checkpoint, and raises `InputError` if the run may not continue from them.
+        `restored` gets the initial state and its checkpoint, or None at step 0, in a thread of its own. `committed`
+        gets each new checkpoint and its step, in the thread that wrote it.
+        """
         self._folder, self._trainer, self._ledger = folder, trainer, ledger
         self._data_fingerprint, self._settings, self._base_digest = data_fingerprint, settings, base_digest
-        self._every, self._keep, self._wanted_step, self._hooks = every, keep, step, hooks
+        self._every, self._keep, self._wanted_step = every, keep, step
+        self._begin_new, self._accept, self._restored, self._committed = begin, accept, restored, committed
         self._last_begun: int | None = None
         """Step of the last commit that was started; its error is raised before the next commit starts."""
         self._writing: asyncio.Task[None] | None = None
@@ -102,7 +96,7 @@ class FolderCheckpoint:
 
     async def restore_or_start(self) -> RunState:
         state, chosen = self._restore()
-        await asyncio.to_thread(self._hooks.restored, state, chosen)
+        await asyncio.to_thread(self._restored, state, chosen)
         return state
 
     def _restore(self) -> tuple[RunState, Path | None]:
@@ -111,8 +105,8 @@ class FolderCheckpoint:
         self._restarts = self._folder.restarts
         if chosen is None:
             if self._restarts:
-                self._hooks.warn(f"{self._folder.path} has no checkpoint yet: the run starts again at step 0")
-            self._hooks.begin()
+                warn(f"{self._folder.path} has no checkpoint yet: the run starts again at step 0")
+            self._begin_new()
             self._ledger.rewind(None)
             return RunState(), None
         saved = read_state(chosen)
@@ -120,7 +114,7 @@ class FolderCheckpoint:
             raise InputError("the data is not what this run was trained on; restore it, or start a new run")
         settings = read_settings(chosen)
         if settings is not None:
-            self._hooks.accept(settings, saved["state"]["step"])
+            self._accept(settings, saved["state"]["step"])
             self._check_base(saved.get("base_digest"), settings)
         self._trainer.load_state(read_tensors(chosen))
         listed = {key: tuple(saved["state"].get(key, ())) for key in ("retired", "pending")}
@@ -132,6 +126,33 @@ class FolderCheckpoint:
         self._last_begun, self._whole = state.step, state
         self._folder.event("restored", step=state.step, checkpoint=chosen.name, restarts=self._restarts)
         return state, chosen
+
+    def _choose(self) -> Path | None:
+        """The checkpoint to continue from; None only if there has never been one."""
+        every = list_checkpoints(self._folder.checkpoints)
+        if self._wanted_step is not None:
+            place = self._place_of(self._wanted_step)
+            if place not in every:
+                raise InputError(
+                    f"no checkpoint of step {self._wanted_step}; there are: "
+                    f"{', '.join(str(step_of(path)) for path in every) or 'none'}"
+                )
+            return _undamaged(place)
+        for place in reversed(every):
+            complaint = find_damage(place)
+            if complaint is None:
+                return place
+            warn(f"warning: {place} is damaged ({complaint}); going back to the one before it")
+            self._folder.event("damaged_checkpoint", checkpoint=place.name, complaint=complaint)
+        if every:
+            raise CheckpointError(
+                f"every checkpoint in {self._folder.checkpoints} is damaged; the run does not start over"
+            )
+        if self._folder.has_event("committed"):
+            raise CheckpointError(
+                f"the checkpoints of {self._folder.path} have been deleted; the run does not start over"
+            )
+        return None
 
     def _check_base(self, saved: str | None, settings: str) -> None:
         """Raises `InputError` unless the base weights are those that the adapter was trained on.
@@ -146,6 +167,12 @@ class FolderCheckpoint:
                 f"model.name = {now.get('name')!r}: the base weights are not those that this run's adapter was trained "
                 "on: the folder has changed, or the name now means another revision; restore them, or start a new run"
             )
+
+    def _set_aside(self, newer_than: int) -> None:
+        """Renames checkpoints after the restored one, which would collide with the new ones; none is deleted."""
+        for place in list_checkpoints(self._folder.checkpoints):
+            if step_of(place) > newer_than:
+                place.rename(place.with_name(f"aside-{place.name}-{time.time_ns()}"))
 
     async def commit_if_due(self, state: RunState) -> None:
         """Due once `every` steps have passed since the last commit; a window may move past the exact multiple."""
@@ -171,7 +198,7 @@ class FolderCheckpoint:
         try:
             await asyncio.to_thread(self._trainer.save_model, str(unfinished))
             for path in (*unfinished.iterdir(), unfinished):
-                flush(path)
+                _flush(path)
             if self._folder.final.exists():
                 shutil.rmtree(self._folder.final)
             unfinished.rename(self._folder.final)
@@ -180,10 +207,7 @@ class FolderCheckpoint:
             raise CheckpointError(
                 f"the trained model cannot be written: {error}; the last checkpoint holds it: free space and resume"
             ) from None
-        flush(self._folder.path)
-
-    def place_of(self, step: int) -> Path:
-        return self._folder.checkpoints / f"step-{step:06d}"
+        _flush(self._folder.path)
 
     async def _begin(self, state: RunState) -> None:
         """Copies what a commit needs and starts writing it during training; a run at step 0 has nothing to commit.
@@ -214,8 +238,13 @@ class FolderCheckpoint:
 
     def _write(self, step: int, tensors: Mapping[str, Any], saved: Mapping[str, Any], ledger_files: list[Path]) -> None:
         started = time.monotonic()
-        place = self.place_of(step)
-        _refuse_not_finite(tensors, step)
+        place = self._place_of(step)
+        for name, tensor in tensors.items():  # broken weights must not replace good ones
+            if name.startswith("weights.") and not bool(tensor.isfinite().all()):
+                raise CheckpointError(
+                    f"{name.removeprefix('weights.')} holds values that are not finite numbers at step {step}; nothing "
+                    "was saved. Resume from the checkpoint before it, with a lower trainer.lr"
+                )
         try:
             size = write_checkpoint(place, tensors, saved, self._settings, ledger_files)
         except (OSError, SafetensorError) as error:
@@ -224,77 +253,176 @@ class FolderCheckpoint:
                 "free disk space or fix the disk, and resume"
             ) from None
         written = time.monotonic()
-        complaint = find_difference(place, tensors)
-        if complaint:
+        if complaint := find_difference(place, tensors):
             raise CheckpointError(f"{place} was just written and is damaged: {complaint}; check the disk")
         seconds = {"seconds": written - started, "verify_s": time.monotonic() - written}
         self._folder.event("committed", step=step, bytes=size, **seconds)
         self._folder.note_progress()
-        self._retire()
-        self._hooks.committed(place, step)
-
-    def _retire(self) -> None:
-        """Deletes the oldest checkpoints; the newest has just been read back."""
-        for path in list_checkpoints(self._folder.checkpoints)[: -self._keep]:
-            doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-            path.rename(doomed)  # so that a half-deleted folder is a leftover and not a damaged checkpoint
+        for old in list_checkpoints(self._folder.checkpoints)[: -self._keep]:  # the newest has just been read back
+            doomed = old.with_name(f"{old.name}.tmp-{os.getpid()}")
+            old.rename(doomed)  # so that a half-deleted folder is a leftover and not a damaged checkpoint
             shutil.rmtree(doomed)
+        self._committed(place, step)
 
-    def _choose(self) -> Path | None:
-        """The checkpoint to continue from; None only if there has never been one."""
-        every = list_checkpoints(self._folder.checkpoints)
-        if self._wanted_step is not None:
-            place = self.place_of(self._wanted_step)
-            if place not in every:
-                raise InputError(
-                    f"no checkpoint of step {self._wanted_step}; there are: "
-                    f"{', '.join(str(step_of(path)) for path in every) or 'none'}"
-                )
-            complaint = find_damage(place)
-            if complaint:
-                raise CheckpointError(f"{place} is damaged: {complaint}")
-            return place
-        for place in reversed(every):
-            complaint = find_damage(place)
-            if complaint is None:
-                return place
-            self._hooks.warn(f"warning: {place} is damaged ({complaint}); going back to the one before it")
-            self._folder.event("damaged_checkpoint", checkpoint=place.name, complaint=complaint)
-        if every:
-            raise CheckpointError(
-                f"every checkpoint in {self._folder.checkpoints} is damaged; the run does not start over"
-            )
-        if self._folder.has_event("committed"):
-            raise CheckpointError(
-                f"the checkpoints of {self._folder.path} have been deleted; the run does not start over"
-            )
-        return None
+    def _place_of(self, step: int) -> Path:
+        return self._folder.checkpoints / f"step-{step:06d}"
 
-    def _set_aside(self, newer_than: int) -> None:
-        """Renames checkpoints after the restored one, which would collide with the new ones; none is deleted."""
-        for place in list_checkpoints(self._folder.checkpoints):
-            if step_of(place) > newer_than:
-                place.rename(place.with_name(f"aside-{place.name}-{time.time_ns()}"))
+
+def write_checkpoint(
+    place: Path, tensors: Mapping[str, Any], saved: Mapping[str, Any], settings: str, others: Iterable[Path]
+) -> int:
+    """Writes a checkpoint and returns its size in bytes. `others` are files that it depends on; they are flushed first.
+
+    The order protects against a power cut: first every file, then the folder that lists them, then the new name.
+    """
+    unfinished = place.with_name(f"{place.name}.tmp-{os.getpid()}")
+    try:
+        place.parent.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not come back
+        unfinished.mkdir()
+        save_file(dict(tensors), unfinished / TENSORS)
+        (unfinished / STATE).write_text(json.dumps({"format": FORMAT, **saved}))
+        (unfinished / SETTINGS).write_text(settings)
+        described = {name: describe_file(unfinished / name) for name in (SETTINGS, STATE, TENSORS)}
+        (unfinished / MANIFEST).write_text(_manifest_text(described))
+        for path in (*sorted(unfinished.iterdir()), unfinished, *others):
+            _flush(path)
+        unfinished.rename(place)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    _flush(place.parent)
+    _flush(place.parent.parent)  # the first time, `checkpoints/` itself is new
+    return sum(file["bytes"] for file in described.values())
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. A file that exists but cannot be read is an error, not damage."""
+    try:
+        text = read_regular(checkpoint / MANIFEST).decode()
+        files = json.loads(text)
+        if not {STATE, TENSORS} <= set(files) or text != _manifest_text(files):
+            return f"{MANIFEST} does not list the files that a checkpoint has"
+        for name, expected in files.items():
+            if describe_file(checkpoint / name) != expected:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read: {error.strerror}; fix the disk or the permissions"
+        ) from None
+    except (ValueError, AttributeError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def _undamaged(checkpoint: Path) -> Path:
+    if complaint := find_damage(checkpoint):
+        raise CheckpointError(f"{checkpoint} is damaged: {complaint}")
+    return checkpoint
+
+
+def find_difference(checkpoint: Path, tensors: Mapping[str, Any]) -> str | None:
+    """How a checkpoint on disk differs from these tensors, or None.
+
+    For a checkpoint just written, while the tensors are still in memory: comparing is much faster than hashing again.
+    """
+    files = json.loads(read_regular(checkpoint / MANIFEST))
+    for name in (STATE, SETTINGS):
+        if describe_file(checkpoint / name) != files[name]:
+            return f"{name} is not what was written"
+    if (checkpoint / TENSORS).stat().st_size != files[TENSORS]["bytes"]:
+        return f"{TENSORS} is not as long as it was written"
+    with open_regular(checkpoint / TENSORS) as file, mmap(file.fileno(), 0, access=ACCESS_COPY) as mapped:
+        return _other_tensors(mapped, tensors)
+
+
+def _other_tensors(mapped: mmap, tensors: Mapping[str, Any]) -> str | None:
+    """Parses the safetensors file itself, because `load_file` of safetensors 0.8 leaks memory with each tensor.
+
+    The file is the length of its header, the header as JSON, and each tensor's bytes between the given offsets.
+    """
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:start])
+    if {*header} - {"__metadata__"} != {*tensors}:
+        return f"{TENSORS} holds other tensors than were written"
+    on_disk = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() + start
+    for name, tensor in tensors.items():
+        meant = tensor.cpu().contiguous()
+        first, last = header[name]["data_offsets"]
+        if header[name]["shape"] != list(tensor.shape) or last - first != tensor.nbytes:
+            return f"{name} in {TENSORS} has another shape than was written"
+        is_inside = 0 <= first <= last <= len(mapped) - start
+        if not is_inside or _memcmp(on_disk + first, meant.data_ptr(), meant.nbytes):
+            return f"{name} in {TENSORS} is not what was written"
+    return None
 
 
 def newest_checkpoint(path: Path) -> Path:
     """A checkpoint's folder, or the newest undamaged checkpoint of a run's folder; to read another run's weights."""
-    if (path / "manifest.json").is_file():
-        complaint = find_damage(path)
-        if complaint:
-            raise CheckpointError(f"{path} is damaged: {complaint}")
-        return path
+    if (path / MANIFEST).is_file():
+        return _undamaged(path)
     for place in reversed(list_checkpoints(path / "checkpoints")):
         if find_damage(place) is None:
             return place
     raise InputError(f"{str(path)!r} is neither a checkpoint nor a run folder with an undamaged one")
 
 
-def _refuse_not_finite(tensors: Mapping[str, Any], step: int) -> None:
-    """Rejects a commit of broken weights, which would replace a good one."""
-    for name, tensor in tensors.items():
-        if name.startswith("weights.") and not bool(tensor.isfinite().all()):
-            raise CheckpointError(
-                f"{name.removeprefix('weights.')} holds values that are not finite numbers at step {step}; nothing was "
-                "saved. Resume from the checkpoint before it, with a lower trainer.lr"
-            )
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by step. A folder that cannot be read is an error, never "no checkpoints"."""
+    if not folder.exists():
+        return []
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
+    steps = sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name))
+    return [folder / f"step-{step:06d}" for step in steps]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The contents of `state.json`, in the current format."""
+    saved = json.loads(read_regular(checkpoint / STATE))
+    if not 1 <= saved["format"] <= FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} has format {saved['format']}; this version of Podium reads formats 1 to {FORMAT}: "
+            "use the version that wrote it, or a newer one"
+        )
+    return {"restarts": 0, **saved}
+
+
+def read_settings(checkpoint: Path) -> str | None:
+    """The text of the settings it was written with; None in format 1, which has no settings."""
+    path = checkpoint / SETTINGS
+    return read_regular(path).decode() if path.exists() else None
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Any]:
+    try:
+        with open_regular(checkpoint / TENSORS) as file:
+            return load_file(f"/proc/self/fd/{file.fileno()}")  # safetensors opens by name
+    except SafetensorError as error:
+        raise CheckpointError(f"{checkpoint}: {TENSORS} holds no tensors: {error}") from None
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _manifest_text(files: Mapping[str, Any]) -> str:
+    """One canonical form, so that every changed byte is found."""
+    return json.dumps(files, indent=1)
+
+
+def _flush(path: Path) -> None:
+    """Flushes a file, or a folder's entries, to disk; until it returns, a power cut may lose them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

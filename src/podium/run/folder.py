@@ -1,7 +1,10 @@
-"""A run is a folder: its files, its lock and its status.
+"""A run is a folder: its files, its lock and status, and the ledger of what was trained.
 
 settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
 rollouts/  evals/  checkpoints/  final/  flyte/
+
+A checkpoint stores the ledger's length and sha256. A resume truncates what came after and verifies that the rest is
+unchanged. So each trained rollout is recorded exactly once, however often the run was killed.
 """
 
 import fcntl
@@ -11,16 +14,20 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from podium.errors import InputError, StorageError
+import orjson
+
+from podium.errors import CheckpointError, InputError, StorageError
 from podium.remote.files import open_regular, read_regular
 
 OUTSIDE = "flyte"
 """May exist in the folder before the run starts: the store of a runtime that starts the run."""
+LINE_ENDS = ("\x85", "\u2028", "\u2029")
+"""Line ends that JSON does not escape, but at which Python's str.splitlines splits."""
 
 
 class RunFolder:
@@ -45,12 +52,45 @@ class RunFolder:
         self.allowed_changes: tuple[str, ...] = ()
         """Settings that may differ from the checkpoint's, although the resume rules forbid it."""
 
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run's folder, not locked yet."""
+        folder = cls(path)
+        if not folder.settings.is_file():
+            raise InputError(f"{path} is not a run folder: it has no settings.toml")
+        return folder
+
+    @property
+    def run_id(self) -> str:
+        """Tells runs apart; the same before and after a resume."""
+        place = f"{socket.gethostname()}:{self.path.resolve()}"
+        return f"{self.path.name}-{hashlib.blake2b(place.encode(), digest_size=6).hexdigest()}"
+
+    # A new run's folder, and the lock
+
     def refuse_if_used(self) -> None:
         """A new run needs an empty folder, so that nothing is ever overwritten."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"run.folder = {str(self.path)!r} is a file; give a new folder")
-        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - {OUTSIDE}:
-            raise InputError(f"run.folder = {str(self.path)!r} {self._what_it_holds()}")
+        where = f"run.folder = {str(self.path)!r}"
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise InputError(f"{where} is a file; give a new folder")
+        if not self._entries():
+            return
+        if self.is_locked():
+            raise InputError(f"{where} is in use by another run; wait for it, stop it, or give a new folder")
+        if not self.settings.is_file():
+            raise InputError(f"{where} is not empty; give a new folder")
+        if self.state == "finished":
+            raise InputError(
+                f"{where} holds a finished run; give a new folder, or `podium resume` it with more run.steps"
+            )
+        raise InputError(
+            f"{where} holds a run that has started; continue it with `podium resume`, or give a new folder"
+        )
+
+    def _entries(self) -> set[str]:
+        return {entry.name for entry in self.path.iterdir()} - {OUTSIDE}
 
     def create(self) -> None:
         """Makes the folder and locks it."""
@@ -59,17 +99,9 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"run.folder = {str(self.path)!r} cannot be made: {error.strerror}") from None
         self.lock()
-        if {entry.name for entry in self.path.iterdir()} - {OUTSIDE} != {"lock"}:  # another run was faster
+        if self._entries() != {"lock"}:  # another run was faster
             self.unlock()
             self.refuse_if_used()
-
-    @classmethod
-    def open(cls, path: Path) -> "RunFolder":
-        """An existing run's folder, not locked yet."""
-        folder = cls(path)
-        if not folder.settings.is_file():
-            raise InputError(f"{path} is not a run folder: it has no settings.toml")
-        return folder
 
     def lock(self) -> None:
         """Locks the folder until this process ends, however it ends; a second run is rejected."""
@@ -103,16 +135,37 @@ class RunFolder:
             os.close(self._directory)
             self._lock = None
 
-    @property
-    def run_id(self) -> str:
-        """Tells runs apart; the same before and after a resume."""
-        place = f"{socket.gethostname()}:{self.path.resolve()}"
-        return f"{self.path.name}-{hashlib.blake2b(place.encode(), digest_size=6).hexdigest()}"
+    def is_locked(self) -> bool:
+        """Whether a process holds the lock; the check itself changes nothing."""
+        try:
+            handle = open_regular(self.path / "lock")
+        except OSError:
+            return False
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
 
-    @property
-    def state(self) -> str:
-        """ "running", "finished", "stopped" or "failed"; "" if there is no status file."""
-        return str(self.status.get("state", ""))
+    def check_there(self) -> None:
+        """Raises `StorageError` if the folder that this process locked is no longer at its path, or is empty.
+
+        A run whose folder was deleted must not continue in a new folder that lacks what it had written.
+        """
+        if self._lock is None:
+            return
+        try:
+            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._directory))
+        except OSError:
+            is_same = False
+        if not is_same or not ((self.path / "lock").exists() or self.settings.exists()):
+            raise StorageError(
+                f"{self.path} was deleted, moved or emptied while the run wrote to it; what was trained since the "
+                "last copy of the folder is lost. Restore a copy and resume it, or start a new run"
+            )
+
+    # Restarts
 
     @property
     def restarts(self) -> int:
@@ -122,8 +175,7 @@ class RunFolder:
     def count_restart(self) -> int:
         """Counts a resume; returns how many resumes in a row before this one ended before a commit."""
         before = self._read_restarts()
-        now = {"total": before["total"] + 1, "in_a_row": before["in_a_row"] + 1}
-        write_atomically(self._restarts, json.dumps(now))
+        self._write_restarts(before["total"] + 1, before["in_a_row"] + 1)
         return before["in_a_row"]
 
     def uncount_restart(self) -> None:
@@ -132,20 +184,24 @@ class RunFolder:
         if before["total"] <= 1:
             self._restarts.unlink(missing_ok=True)
         else:
-            now = {"total": before["total"] - 1, "in_a_row": max(0, before["in_a_row"] - 1)}
-            write_atomically(self._restarts, json.dumps(now))
+            self._write_restarts(before["total"] - 1, max(0, before["in_a_row"] - 1))
 
     def note_progress(self) -> None:
         """The run made progress or ended normally: resumes in a row are counted from 0 again."""
         before = self._read_restarts()
         if before["in_a_row"]:
-            write_atomically(self._restarts, json.dumps({**before, "in_a_row": 0}))
+            self._write_restarts(before["total"], 0)
 
     def _read_restarts(self) -> dict[str, int]:
         try:
             return json.loads(read_regular(self._restarts))
         except (OSError, ValueError):
             return {"total": 0, "in_a_row": 0}
+
+    def _write_restarts(self, total: int, in_a_row: int) -> None:
+        write_atomically(self._restarts, json.dumps({"total": total, "in_a_row": in_a_row}))
+
+    # Status and events
 
     @property
     def status(self) -> dict[str, Any]:
@@ -156,10 +212,10 @@ class RunFolder:
             return {}
         return status if isinstance(status, dict) else {}
 
-    def fail(self, message: str) -> None:
-        """Writes the status of a run that broke, at the step that it had reached."""
-        status = self.status or {"step": 0, "percent": 0.0}
-        write_atomically(self._status, json.dumps({**status, "state": "failed", "message": message}))
+    @property
+    def state(self) -> str:
+        """ "running", "finished", "stopped" or "failed"; "" if there is no status file."""
+        return str(self.status.get("state", ""))
 
     def write_status(self, state: str, step: int, steps: int, message: str = "") -> None:
         status = {
@@ -173,29 +229,16 @@ class RunFolder:
         }
         write_atomically(self._status, json.dumps(status))
 
+    def fail(self, message: str) -> None:
+        """Writes the status of a run that broke, at the step that it had reached."""
+        status = self.status or {"step": 0, "percent": 0.0}
+        write_atomically(self._status, json.dumps({**status, "state": "failed", "message": message}))
+
     def event(self, kind: str, **details: Any) -> None:
         """One line in events.jsonl: what happened, for people and for tests of faults."""
         self.check_there()
         with self.events.open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": kind, **details}) + "\n")
-
-    def check_there(self) -> None:
-        """A run whose folder was deleted must not continue in a new folder that lacks what it had written."""
-        if self.is_gone():
-            raise StorageError(
-                f"{self.path} was deleted, moved or emptied while the run wrote to it; what was trained since the "
-                "last copy of the folder is lost. Restore a copy and resume it, or start a new run"
-            )
-
-    def is_gone(self) -> bool:
-        """Whether the folder that this process locked is no longer at its path, or is empty."""
-        if self._lock is None:
-            return False
-        try:
-            is_same = os.path.samestat(os.stat(self.path), os.fstat(self._directory))
-        except OSError:
-            return True
-        return not is_same or not ((self.path / "lock").exists() or self.settings.exists())
 
     def has_event(self, kind: str) -> bool:
         """Searches the text: a kill may have truncated the last line."""
@@ -210,34 +253,108 @@ class RunFolder:
                     yield event
 
     def leftovers(self) -> list[Path]:
+        """What a killed process left: unfinished files, and weights published for its engine."""
         return [*self.path.glob("*.tmp-*"), *self.checkpoints.glob("*.tmp-*"), *self.path.glob("weights")]
 
     def clean_up(self) -> None:
-        """Removes what a killed process left: unfinished files, and weights published for its engine."""
+        """Removes the leftovers."""
         for leftover in self.leftovers():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
-    def _what_it_holds(self) -> str:
-        if self.is_locked():
-            return "is in use by another run; wait for it, stop it, or give a new folder"
-        if not self.settings.is_file():
-            return "is not empty; give a new folder"
-        if self.state == "finished":
-            return "holds a finished run; give a new folder, or `podium resume` it with more run.steps"
-        return "holds a run that has started; continue it with `podium resume`, or give a new folder"
 
-    def is_locked(self) -> bool:
-        """Whether a process holds the lock; the check itself changes nothing."""
-        try:
-            handle = open_regular(self.path / "lock")
-        except OSError:
-            return False
-        with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+class Ledger:
+    """One line of metrics per step, and every rollout exactly once."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._metrics_hash, self._metrics_bytes = hashlib.sha256(), 0
+        self._rollouts_hash, self._rollout_files = hashlib.sha256(), 0
+        self._written: set[Path] = set()
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        """Appends to metrics.jsonl."""
+        data = _json_line(line)
+        with self._folder.metrics.open("ab") as file:
+            file.write(data)
+        self._metrics_hash.update(data)
+        self._metrics_bytes += len(data)
+        self._written.add(self._folder.metrics)
+
+    def add_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Writes rollouts/step-000001.jsonl, one line per rollout."""
+        data = b"".join(map(_json_line, rollouts))
+        self._folder.rollouts.mkdir(exist_ok=True)
+        path = self._folder.rollouts / f"step-{step:06d}.jsonl"
+        path.write_bytes(data)
+        self._rollouts_hash.update(data)
+        self._rollout_files += 1
+        self._written |= {path, self._folder.rollouts}
+
+    def add_held_out(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Writes evals/step-000010.jsonl. A checkpoint does not verify it: a repeated evaluation writes the same."""
+        self._folder.evals.mkdir(exist_ok=True)
+        lines = b"".join(map(_json_line, rollouts))
+        write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines.decode())
+
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        if not self._folder.metrics.exists():
+            return []
+        return [json.loads(line) for line in self._folder.metrics.read_bytes().splitlines()]
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint stores about the ledger."""
+        return {
+            "metrics_bytes": self._metrics_bytes,
+            "metrics_sha256": self._metrics_hash.hexdigest(),
+            "rollout_files": self._rollout_files,
+            "rollouts_sha256": self._rollouts_hash.hexdigest(),
+        }
+
+    def unflushed(self) -> list[Path]:
+        """Files and folders written since the last call, for a checkpoint to flush to disk."""
+        paths, self._written = self._written, set()
+        return [path for path in sorted(paths) if path.exists()]
+
+    def check(self, position: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` unless the ledger up to a stored position is unchanged; writes nothing."""
+        Ledger(self._folder)._read_up_to(position)
+
+    def rewind(self, position: Mapping[str, Any] | None) -> None:
+        """Truncates the ledger to a stored position, or to the start of the run for None, after checking the rest."""
+        later = self._read_up_to(position)
+        if self._folder.metrics.exists():
+            os.truncate(self._folder.metrics, position["metrics_bytes"] if position else 0)
+        for path in later:
+            path.unlink()
+
+    def _read_up_to(self, position: Mapping[str, Any] | None) -> list[Path]:
+        """Hashes and counts what the position covers; returns the files of rollouts that came after it."""
+        length, files = (position["metrics_bytes"], position["rollout_files"]) if position else (0, 0)
+        paths = sorted(self._folder.rollouts.glob("step-*.jsonl"))
+        has_lines = length and self._folder.metrics.exists()  # a missing file shows as a difference below
+        kept = self._folder.metrics.read_bytes()[:length] if has_lines else b""
+        self._metrics_hash, self._metrics_bytes = hashlib.sha256(kept), len(kept)
+        self._rollouts_hash, self._rollout_files = hashlib.sha256(), min(files, len(paths))
+        for path in paths[:files]:
+            self._rollouts_hash.update(path.read_bytes())
+        if position is not None and self.position() != dict(position):
+            raise CheckpointError(
+                f"metrics.jsonl or rollouts/ in {self._folder.path} was changed or deleted since the checkpoint; "
+                "restore those files, or start a new run"
+            )
+        return paths[files:]
+
+
+def _json_line(value: Mapping[str, Any]) -> bytes:
+    """Uses orjson, which is five times as fast, and Python's json for what orjson rejects, such as a lone surrogate."""
+    try:
+        line = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        return (json.dumps(value) + "\n").encode()
+    for mark in LINE_ENDS:
+        line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
+    return line
 
 
 def write_atomically(path: Path, text: str) -> None:

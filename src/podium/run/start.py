@@ -1,24 +1,30 @@
 """Train, resume, evaluate: what the command line and `import podium` offer.
 
-A run is the loop with everything around it: the folder and its lock, signals, the status file, the summary.
+A run is the loop with everything around it: the folder and its lock, signals, the status file, the summary. SIGINT and
+SIGTERM ask the run to stop at the next safe point. A second signal, or the end of the grace time, ends the process at
+once; only what was not committed yet is lost.
 """
 
 import asyncio
 import errno
 import gc
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.check.calibrate import choose_engine, without_auto
-from podium.data.build import build_data, read_sources
-from podium.data.rows.table import left_out
+from podium.data.build import build_data, left_out, read_sources
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
 from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation.held_out import Results, held_out_groups
@@ -28,7 +34,6 @@ from podium.report.dispatch.reports import is_zero_gradient
 from podium.reward.build import build_scoring, check_rewards
 from podium.rollout.build import make_rollout_for
 from podium.run.folder import RunFolder
-from podium.run.signals import StopSignal
 from podium.runtime.ranks.launch import check_packages, check_ranks, check_room, is_rank
 from podium.runtime.ranks.launch import launch as launch_ranks
 from podium.runtime.wiring.stages import Wired
@@ -43,6 +48,60 @@ UNTRAINED = 3
 MAX_RESTARTS = 20
 """Resumes in a row that ended before a checkpoint, after which a resume is refused: the cause will not go away."""
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
+GRACE_S = 30.0
+"""Seconds between a signal and the end of the process: what preemptible machines give, as Kubernetes and Slurm do."""
+
+
+class StopSignal:
+    """Context manager; the loop calls `requested`. After `GRACE_S` seconds the process ends in any case."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _in_front: ClassVar["StopSignal | None"] = None
+    """The one of the main thread, which waits for a run in another thread."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._over = threading.Event()
+
+    @property
+    def number(self) -> int | None:
+        """The received signal; None if there was none."""
+        in_front = self._in_front or self
+        return in_front._number if self._number is None else self._number
+
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def __enter__(self) -> "StopSignal":
+        """Python allows signal handlers only in the main thread; in other threads the main thread's handlers count."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main}
+        StopSignal._in_front = self if is_main else self._in_front
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._in_front is self:
+            StopSignal._in_front = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._number is not None:
+            self._leave(number)
+        self._number = number
+        os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")
+        threading.Thread(target=self._wait_and_leave, args=(number,), name="grace", daemon=True).start()
+
+    def _wait_and_leave(self, number: int) -> None:
+        if not self._over.wait(GRACE_S):
+            os.write(2, f"podium: the {GRACE_S:g} s to stop are over; the checkpoints stay\n".encode())
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # the live table hides the cursor
+        os._exit(128 + number)
 
 
 @dataclass(frozen=True)
@@ -90,9 +149,8 @@ def train(settings: Settings, *, console_mode: str | None = None) -> Summary:
     settings, choice = choose_engine(settings)
     if choice:
         warn(choice)
-    if launch := launcher_of(settings):
-        job = {"folder": None, "step": None, "allow_change": []}
-        return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
+    if summary := _run_elsewhere(settings, console_mode):
+        return summary
     with cpu_team(settings), StopSignal() as stop:
         wired = _wire(settings, folder, stop, None, console_mode)
         try:
@@ -117,9 +175,9 @@ def resume(
 
     Settings that would make it another run may differ only if `allow_change` names them.
     """
-    if launch := launcher_of(settings):
-        job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
-        return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
+    job = {"folder": str(folder.path), "step": step, "allow_change": list(allow_change)}
+    if summary := _run_elsewhere(settings, console_mode, **job):
+        return summary
     folder.allowed_changes = tuple(allow_change)
     folder.lock()
     try:
@@ -144,26 +202,22 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
         raise InputError("nothing to evaluate on: add an [[eval.data]] table")
     settings = without_auto(settings.resolve())
     with cpu_team(settings):
-        return _held_out(settings, weights)
+        check_rewards(settings)
+        rows = read_sources(settings.eval.data)
+        policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
+        held_out = build_data(settings, rows, policy, settings.plan)
+        for note in left_out(held_out, "eval.data"):
+            warn(note)
+        engine = make_engine(fitted(settings, max(held_out.lengths)), policy, snapshot=False)
+        rollout = make_rollout_for(settings, engine, policy, "eval")
+        scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
 
+        async def groups() -> list[Group]:
+            await hand_over(settings, engine, policy, f"eval-{uuid4().hex[:12]}")
+            return await held_out_groups(rollout, scoring, held_out.in_order())
 
-def _held_out(settings: Settings, weights: Path | None) -> Results:
-    check_rewards(settings)
-    rows = read_sources(settings.eval.data)
-    policy = load_policy(settings.model, seed=settings.run.seed, weights=weights)
-    held_out = build_data(settings, rows, policy, settings.plan)
-    for note in left_out(held_out, "eval.data"):
-        warn(note)
-    engine = make_engine(fitted(settings, max(held_out.lengths)), policy, snapshot=False)
-    rollout = make_rollout_for(settings, engine, policy, "eval")
-    scoring = build_scoring(settings, [held_out], all_rows=False).for_evaluation()
-
-    async def groups() -> list[Group]:
-        await hand_over(settings, engine, policy, f"eval-{uuid4().hex[:12]}")
-        return await held_out_groups(rollout, scoring, held_out.in_order())
-
-    with closing(engine), closing(scoring):
-        return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
+        with closing(engine), closing(scoring):
+            return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 
 def launcher_of(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
@@ -181,6 +235,20 @@ def launcher_of(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]
     check_room(settings, ranks)
     check_packages(settings)
     return partial(launch_ranks, ranks=ranks)
+
+
+def _run_elsewhere(
+    settings: Settings,
+    console_mode: str | None,
+    folder: str | None = None,
+    step: int | None = None,
+    allow_change: Sequence[str] = (),
+) -> Summary | None:
+    """The summary of a run that other processes ran; None if this process runs it."""
+    if (launch := launcher_of(settings)) is None:
+        return None
+    job = {"folder": folder, "step": step, "allow_change": allow_change}
+    return Summary(**launch({"settings": settings.to_dict(), "console_mode": console_mode, **job}))
 
 
 def _new_path() -> Path:
@@ -212,9 +280,9 @@ def _back_off(folder: RunFolder) -> None:
 
 async def _until_stopped(wired: Wired) -> RunState:
     """Runs the loop. If a signal stops it during sampling, it ends with the last complete step."""
+    schedule = loop_async if wired.plan.max_lag else loop
     with wired.watchdog.guarding():
         try:
-            schedule = loop_async if wired.plan.max_lag else loop
             return await schedule.train(wired.stages, wired.plan)
         except RunStopped:
             return await wired.stages.checkpoint.commit_last()

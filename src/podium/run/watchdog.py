@@ -11,7 +11,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ LAST_S = 20.0
 GIL_S = 30.0
 """Seconds after the stall limit at which faulthandler's C thread ends the process, if something holds the GIL."""
 SHOWN = 20
+"""Most prompts that the error lists."""
 STALL_S = 1800.0
 """Longest time without progress, unless one answer may take longer."""
 SLOWEST_TOKEN_S = 1.0
@@ -79,7 +80,8 @@ class Watchdog:
                     break
             else:
                 faulthandler.cancel_dump_traceback_later()
-                self._drop_if_empty()
+                if self._folder.stacks.exists() and self._folder.stacks.stat().st_size == 0:
+                    self._folder.stacks.unlink()
                 return
             self._complain(quiet, stacks)
             loop.call_soon_threadsafe(task.cancel)
@@ -93,22 +95,17 @@ class Watchdog:
     def _complain(self, quiet: float, stacks: Any) -> None:
         global stalled
         stalled = True
-        stage = self._observer.stage
-        parts = {"the rollouts": sorted(self._observer.unwritten), "the rewards": sorted(self._observer.unscored)}
-        waiting = "".join(f", waiting for {what} of prompts {_some(out)}" for what, out in parts.items() if out)
+        stage, rollouts, rewards = self._observer.stage, self._observer.unwritten, self._observer.unscored
+        waiting = "".join(
+            f", waiting for the {what} of prompts {', '.join(map(str, sorted(ordinals)[:SHOWN]))}"
+            f"{' and more' if len(ordinals) > SHOWN else ''}"
+            for what, ordinals in (("rollouts", rollouts), ("rewards", rewards))
+            if ordinals
+        )
         self.complaint = (
             f"no progress for {quiet:.0f} s at stage {stage!r}{waiting}; the stacks of all threads are in "
             f"{self._folder.stacks}. Resume the run"
         )
-        pending = {"rollouts": parts["the rollouts"], "rewards": parts["the rewards"]}
-        self._folder.event("stalled", stage=stage, **pending, seconds=quiet)
+        self._folder.event("stalled", stage=stage, rollouts=sorted(rollouts), rewards=sorted(rewards), seconds=quiet)
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.flush()
-
-    def _drop_if_empty(self) -> None:
-        if self._folder.stacks.exists() and self._folder.stacks.stat().st_size == 0:
-            self._folder.stacks.unlink()
-
-
-def _some(ordinals: Sequence[int]) -> str:
-    return ", ".join(map(str, ordinals[:SHOWN])) + (" and more" if len(ordinals) > SHOWN else "")

@@ -15,7 +15,7 @@ from podium.run.folder import RunFolder
 from podium.runtime.ranks.launch import check_ranks, launched_by
 from podium.runtime.wiring.stages import Wired
 from podium.settings.lookup import option_fields
-from podium.settings.refusals import FLYTE, refuse
+from podium.settings.refusals import of_flyte, refuse
 from podium.settings.tables import Settings
 
 EVERYWHERE = ("mode", "replicas", "prompts_per_task")
@@ -85,7 +85,7 @@ def flyte(
 def check_settings(settings: Settings) -> None:
     """Refuses what would have no effect, or could not work, with stages in containers of their own."""
     check_ranks(settings, 1)
-    refuse(settings, FLYTE)
+    refuse(settings, of_flyte)
     options = settings.runtime.options
     if options["mode"] == "local":
         for name, (_, default) in option_fields(flyte).items():

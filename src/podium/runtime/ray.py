@@ -29,7 +29,7 @@ from podium.run.build import check_space
 from podium.run.folder import RunFolder
 from podium.runtime.ranks.launch import check_ranks
 from podium.runtime.wiring.stages import Placed, Wired, read_rows, train_step, wire
-from podium.settings.refusals import RAY, refuse
+from podium.settings.refusals import of_ray, refuse
 from podium.settings.sections import SeparateReference
 from podium.settings.tables import Settings
 from podium.sync.build import build_delivery, build_sync
@@ -90,7 +90,7 @@ def ray(
 ) -> Wired:
     """Starts the workers and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
     replicas = rollout_workers if isinstance(rollout_workers, tuple) else (rollout_workers, rollout_workers)
-    refuse(settings, RAY)
+    refuse(settings, of_ray)
     # Ranks sample nothing here, so rollouts may run ahead of them.
     check_ranks(settings.model_copy(update={"run": settings.run.model_copy(update={"max_lag": 0})}), ranks)
     rows = read_rows(settings)

@@ -27,7 +27,7 @@ from podium.server.door import Refusal
 from podium.server.gate import READ, unless_gone
 from podium.server.served import Served, failure
 from podium.server.wire import Asked, Text, check_requests, cut_at_texts, explained
-from podium.settings.values import Temperature
+from podium.settings.contracts import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Labels of a request; no answer depends on them."""

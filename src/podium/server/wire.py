@@ -16,7 +16,7 @@ from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, PrefixGroup, Request, Sampling
 from podium.server.door import Refusal
-from podium.settings.values import Temperature
+from podium.settings.contracts import Temperature
 
 MAX_ROLLOUTS = 16_384
 """In one call."""

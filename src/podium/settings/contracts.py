@@ -1,14 +1,17 @@
-"""Checks stages that the user wrote: their arguments, their methods, and the exceptions they raise.
+"""What settings may name and hold: stages that the user wrote, and the types of values.
 
-Tests hold Podium's own choices to the same contract. Objects named as `module:object` are checked here, before the run
-starts where that is possible.
+Objects named as `module:object` are checked here, before the run starts where that is possible: their arguments, their
+methods, and the exceptions they raise. Tests hold Podium's own choices to the same contract.
 """
 
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from podium.errors import InputError, PodiumError
 from podium.records import EngineTraits
@@ -132,3 +135,38 @@ def user_code(what: str, name: str) -> Iterator[None]:
         raise InputError(
             f"{what} = {name!r} failed: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         ) from error
+
+
+# Values: temperatures, shares of probability, paths, names of models
+
+MIN_TEMPERATURE = 1e-3
+MIN_TOP_P = 1e-6
+
+
+def sane_temperature(temperature: float) -> float:
+    """Logits over less would be infinite."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"give 0 for greedy answers, or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+def sane_top_p(top_p: float) -> float:
+    """Smaller values round to 0 when probabilities are summed, so that no token would be left."""
+    if top_p < MIN_TOP_P:
+        raise ValueError(f"give at least {MIN_TOP_P:g}; for the likeliest token alone set temperature = 0")
+    return top_p
+
+
+TopP = Annotated[float, Field(gt=0, le=1), AfterValidator(sane_top_p)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(sane_temperature)]
+
+
+def _sane_path(path: Path) -> Path:
+    """Names that no file system takes are an error here, and not wherever they are first used."""
+    if "\0" in str(path) or len(str(path)) > 4000 or any(len(part.encode()) > 255 for part in path.parts):
+        raise ValueError("a path has at most 4000 characters, 255 in each part, and no NUL character")
+    return path
+
+
+Place = Annotated[Path, AfterValidator(_sane_path)]
+ModelName = Annotated[str, Field(min_length=1, max_length=4000, pattern=r"^[^\x00]*$")]

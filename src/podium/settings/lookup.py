@@ -90,7 +90,7 @@ def validate_options(where: str, thing: Callable[..., Any], given: Mapping[str, 
 
 
 def refuse_mixed_up(given: Any, made: Any, where: str) -> None:
-    """True is no 1 and 1 is no true: pydantic takes one for the other, and nobody means it."""
+    """Raises `InputError` for true in place of 1 and the reverse: pydantic accepts both."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             own = made.get(key) if isinstance(made, Mapping) else getattr(made, str(key), None)
@@ -117,10 +117,10 @@ def engines_in_workers() -> list[str]:
 
 def option_help(thing: Callable[..., Any]) -> list[tuple[str, str, str]]:
     """(name, default, description) of each option, for `podium list`."""
-    rows = []
-    for name, (annotation, default) in option_fields(thing).items():
-        rows.append((name, "required" if default is ... else repr(default), _description(annotation)))
-    return rows
+    return [
+        (name, "required" if default is ... else repr(default), _description(annotation))
+        for name, (annotation, default) in option_fields(thing).items()
+    ]
 
 
 def _description(annotation: Any) -> str:

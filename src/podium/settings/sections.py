@@ -10,9 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from podium.errors import InputError
 from podium.loss import Traits, refuse_off_policy, traits_of
-from podium.settings.contracts import check_call
+from podium.settings.contracts import ModelName, Place, Temperature, TopP, check_call
 from podium.settings.lookup import find, option_fields, validate_options
-from podium.settings.values import ModelName, Place, Temperature, TopP
 
 
 class Keys(BaseModel):
@@ -171,12 +170,10 @@ class LossSection(Choice):
                 f"loss.correction = false with {lag}: nothing corrects for a sampler that is behind the policy; remove "
                 "loss.correction, or set loss.old = 'rollout', whose ratio is against the sampler"
             )
-        changes: dict[str, Any] = {"average": self._average(traits)}
-        if changes["average"] == "constant":
-            changes["average"] = max_new_tokens
+        average = self._average(traits)
+        changes: dict[str, Any] = {"average": max_new_tokens if average == "constant" else average}
         changes |= {"correction": self._correction(traits)}
-        if self.kl_beta:
-            changes["kl_estimator"] = self.kl_estimator or "k3"
+        changes |= {"kl_estimator": self.kl_estimator or "k3"} if self.kl_beta else {}
         return self.model_copy(update=changes)
 
     def _average(self, traits: Traits) -> str | int:

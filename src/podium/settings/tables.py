@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from podium.errors import InputError
 from podium.records import EngineTraits, Plan
 from podium.settings.lookup import choices, describe, engine_traits, find, refuse_mixed_up, shown
-from podium.settings.refusals import OPTIONS, SECTIONS, refuse
-from podium.settings.removed import of_first_version, refuse_removed
+from podium.settings.refusals import of_first_version, of_options, of_sections, refuse, refuse_removed
 from podium.settings.sections import (
     CheckpointSection,
     Choice,
@@ -98,7 +97,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Settings":
-        refuse(self, SECTIONS)
+        refuse(self, of_sections)
         _refuse_endless_windows(self.plan)
         _refuse_half_a_mixture(self.data, self.eval.data)
         return self
@@ -114,7 +113,7 @@ class Settings(Section):
         if "lr" in trainer and trainer["lr"] is None:
             trainer["lr"] = 1e-5 if self.model.lora else 1e-6
             resolved["trainer"] = Choice.model_validate({"name": self.trainer.name, **trainer})
-        refuse(self.model_copy(update=resolved), OPTIONS)
+        refuse(self.model_copy(update=resolved), of_options)
         model = self.model
         if model.dtype == "auto" and trainer.get("precision") == "float32":
             model = model.model_copy(update={"dtype": "float32"})  # bfloat16 weights are multiplied in bfloat16

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from podium.advantage._assign import assign_advantages
+from podium.advantage.build import assign_advantages
 from podium.advantage.grpo import grpo
 from podium.errors import RewardContractError, RewardFailedError
 from podium.filter import filter_groups

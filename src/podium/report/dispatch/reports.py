@@ -10,8 +10,7 @@ from typing import Any
 from podium.errors import InputError
 from podium.records import EvalReport, RunState, StepGroups, StepReport, UpdateResult
 from podium.report.dispatch.metrics import step_metrics
-from podium.run.folder import RunFolder, write_atomically
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder, write_atomically
 from podium.stages import Report
 from podium.terminal import warn
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import CheckpointError
-from podium.run.checkpoint_files import list_checkpoints, step_of
+from podium.run.checkpoint import list_checkpoints, step_of
 from podium.run.folder import OUTSIDE, RunFolder
 from podium.runtime.on_flyte import environments as where
 from podium.runtime.on_flyte.replica import stored

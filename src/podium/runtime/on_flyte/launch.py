@@ -16,7 +16,6 @@ from typing import Any
 import podium
 from podium.errors import InputError
 from podium.run.folder import RunFolder
-from podium.run.signals import StopSignal
 from podium.settings.tables import CHOICES, Settings
 from podium.terminal import warn
 
@@ -27,6 +26,7 @@ def check_installed() -> None:
 
 
 def run_locally(job: dict[str, Any]) -> dict[str, Any]:
+    from podium.run.start import StopSignal
     from podium.runtime.on_flyte.driver import drive
     from podium.runtime.on_flyte.sdk import Dir, errors, flyte
     from podium.runtime.on_flyte.stages import as_podium_error

@@ -26,7 +26,7 @@ from podium.remote.codec import decode, encode, from_json
 from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
 from podium.rollout.build import make_rollout_for
-from podium.run.checkpoint_files import TENSORS, read_tensors
+from podium.run.checkpoint import TENSORS, read_tensors
 from podium.runtime.on_flyte.sdk import Dir, flyte, storage
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import HostedTrainer

@@ -24,7 +24,7 @@ import podium.errors
 from podium.errors import EngineError, PodiumError
 from podium.records import Batch, Group, Plan, Prompt, RunState, UpdateResult
 from podium.remote.codec import from_json, to_json
-from podium.run.checkpoint_files import TENSORS
+from podium.run.checkpoint import TENSORS
 from podium.run.folder import RunFolder
 from podium.runtime.on_flyte import tasks
 from podium.runtime.on_flyte.environments import RETRIES

@@ -25,8 +25,7 @@ from podium.reward.build import check_rewards
 from podium.reward.scoring.stage import Scoring
 from podium.run.build import build_checkpoint, check_start
 from podium.run.checkpoint import SavedTrainer
-from podium.run.folder import RunFolder
-from podium.run.ledger import Ledger
+from podium.run.folder import Ledger, RunFolder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.reference import Reference, with_reference_logprobs
