@@ -451,7 +451,8 @@ def _holds(region: Region, point: Any) -> bool:
             return at_low and (not _is_near(high, point) or brackets[1] == "]")
         return bool(low < point < high)
     if region.kind == "where":
-        return _relates(*parts, point)
+        left, relation, right = parts
+        return _relates(left, relation, right, point)
     holds = (_holds(part, point) for part in parts)
     if region.kind == "union":
         return any(holds)

@@ -491,7 +491,7 @@ def same_value(one: Node, other: Node) -> bool:
         return True
     agreed = 0
     for point, taken in samples(one, other):
-        if not close(*taken.results, taken):
+        if not close(taken.results[0], taken.results[1], taken):
             return not point and (_is_rounded(one, other) or _is_rounded(other, one))
         agreed += 1
     return agreed >= (2 if symbols(one) | symbols(other) else 1)
