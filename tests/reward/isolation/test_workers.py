@@ -16,7 +16,9 @@ import pytest
 
 from podium.errors import InputError, RewardContractError, RewardFailedError
 from podium.records import Group
+from podium.remote.fork_server import CallError, Child
 from podium.reward.isolation.rewards import RewardWorkers
+from podium.reward.isolation.workers import Workers
 from podium.reward.scoring.stage import Failed, Outcome, Style
 from tests.builders import make_prompt, make_rollout
 from tests.reward.isolation.hostile import KINDS, LISTS
@@ -329,6 +331,48 @@ def test_close_ends_every_process() -> None:
 
     pids = run(workers, use)
     assert not any(is_alive(pid) for pid in pids)
+
+
+class Adder:
+    """Any object can be served, not only rewards."""
+
+    def __init__(self, start: int) -> None:
+        self.total = start
+
+    def add(self, content: bytes, reply: Callable[[bytes], None]) -> None:
+        self.total += int(content)
+        reply(f"{self.total} {os.getpid()}".encode())
+
+
+def test_a_worker_that_is_lent_keeps_its_state_until_the_block_ends_and_an_exception_kills_it() -> None:
+    workers = Workers(f"{__name__}:Adder", {"start": 10}, 2, MEMORY_MB)
+
+    async def added(worker: Child, number: int) -> list[int]:
+        reply = await worker.call("add", str(number).encode(), 5.0)
+        return [int(part) for part in reply.split()]
+
+    async def breaks(pids: list[int]) -> None:
+        async with workers.lend() as worker:
+            pids.append(worker.pid)
+            await worker.call("add", b"no number", 5.0)
+
+    async def use() -> None:
+        pids: list[int] = []
+        async with workers.lend() as one, workers.lend() as other:
+            total, pid = await added(one, 1)
+            assert total == 11
+            assert await added(one, 2) == [13, pid]
+            total, other_pid = await added(other, 5)
+            assert total == 15  # the other episode's state is its own
+            assert other_pid != pid
+        with pytest.raises(CallError, match="ValueError"):
+            await breaks(pids)
+        assert wait_until(lambda: not is_alive(pids[0]))
+
+    try:
+        asyncio.run(use())
+    finally:
+        workers.close()
 
 
 def test_rewards_that_cannot_be_imported_are_told_with_the_reason() -> None:
