@@ -23,8 +23,7 @@ from statistics import median
 from typing import Any
 
 from podium.records import Group, Prompt, Rollout, ids_digest
-from podium.reward.isolation.worker import encode_group
-from podium.reward.isolation.workers import RewardWorkers
+from podium.reward.isolation.rewards import RewardWorkers
 from podium.reward.sandbox.run import Limits, judge_asserts, run_with_inputs
 from podium.run.start import train
 from podium.settings.tables import Settings
@@ -93,7 +92,7 @@ def in_worker(reward: str, texts: list[str], num_tokens: int, groups: int) -> fl
         async def rounds(count: int) -> float:
             started = time.perf_counter()
             for _ in range(count):
-                await workers.score(f"{THIS}:{reward}", "each", 10.0, encode_group(group))
+                await workers.score(f"{THIS}:{reward}", "each", 10.0, group)
             return (time.perf_counter() - started) / count / len(texts)
 
         await rounds(3)
@@ -123,10 +122,10 @@ def driver_seconds(num_tokens: int, groups: int = 500) -> float:
 
     async def run() -> float:
         group = make_group(ANSWERS, num_tokens)
-        await workers.score(name, "each", 10.0, encode_group(group))
+        await workers.score(name, "each", 10.0, group)
         started = time.process_time()
         for _ in range(groups):
-            await workers.score(name, "each", 10.0, encode_group(group))
+            await workers.score(name, "each", 10.0, group)
         return (time.process_time() - started) / groups / GROUP
 
     try:
@@ -179,8 +178,8 @@ def poisoned_workers(size: int, limit_s: float) -> tuple[float, float]:
     workers = RewardWorkers([{"name": name, "options": {}}], size, 4096)
 
     async def run() -> tuple[float, float]:
-        good = encode_group(make_group([ANSWERS[1]], 10))
-        poison = encode_group(make_group([POISON], 10))
+        good = make_group([ANSWERS[1]], 10)
+        poison = make_group([POISON], 10)
         await asyncio.gather(*(workers.score(name, "each", 60.0, good) for _ in range(size)))
         beyond = []
         for _ in range(5):

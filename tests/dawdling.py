@@ -8,7 +8,7 @@ from pathlib import Path
 from podium.engine.inprocess import Inprocess
 from podium.records import Prompt, Rollout
 from podium.reward.arithmetic import arithmetic
-from podium.reward.scoring.contract import declare_range, runs_inline
+from podium.reward.scoring.verifiers import declare_range, runs_inline
 
 
 @runs_inline  # so that it waits in the run's own event loop, beside everything else

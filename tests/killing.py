@@ -5,7 +5,7 @@ import signal
 
 from podium.records import Prompt, Rollout
 from podium.reward.arithmetic import arithmetic
-from podium.reward.scoring.contract import declare_range, runs_inline
+from podium.reward.scoring.verifiers import declare_range, runs_inline
 
 _calls = 0
 

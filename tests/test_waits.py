@@ -42,10 +42,10 @@ ALLOWED = {
     "runtime/on_flyte/stages.py: sent.result()": "for a task; the watchdog limits it",
     "runtime/ranks/line.py: dist.recv(": "the group has a timeout",
     "report/dispatch/tracker.py: self._changed.wait()": "a daemon thread without work",
-    "reward/scoring/contract.py: _current.get()": "a context variable",
+    "reward/scoring/verifiers.py: _current.get()": "a context variable",
     "observer.py: coming.result()": "the task is done",
     "reward/sandbox/run.py: process.wait()": "after SIGKILL to its process group",
-    "reward/judging/model_judge.py: process.wait()": "after SIGKILL",
+    "reward/judge.py: process.wait()": "after SIGKILL",
 }
 """Calls that need none, and why."""
 

@@ -12,8 +12,7 @@ import tomli_w
 
 from podium.check.rewards import HOSTILE, _try_all
 from podium.cli import main
-from podium.reward.scoring.contract import bound_reward
-from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward
 from podium.settings.lookup import find
 from tests.builders import make_prompt
 from tests.conftest import small_tables

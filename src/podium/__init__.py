@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from podium.records import Group, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
-    from podium.reward.scoring.contract import checks_answer, declare_range, gold_answer, register_reward, runs_inline
+    from podium.reward.scoring.verifiers import checks_answer, declare_range, gold_answer, register_reward, runs_inline
     from podium.run.start import evaluate, train
     from podium.settings.tables import Settings
 
@@ -38,12 +38,12 @@ __all__ = [
 
 _LAZY = {
     "Settings": "podium.settings.tables",
-    "checks_answer": "podium.reward.scoring.contract",
-    "declare_range": "podium.reward.scoring.contract",
+    "checks_answer": "podium.reward.scoring.verifiers",
+    "declare_range": "podium.reward.scoring.verifiers",
     "evaluate": "podium.run.start",
-    "gold_answer": "podium.reward.scoring.contract",
-    "register_reward": "podium.reward.scoring.contract",
-    "runs_inline": "podium.reward.scoring.contract",
+    "gold_answer": "podium.reward.scoring.verifiers",
+    "register_reward": "podium.reward.scoring.verifiers",
+    "runs_inline": "podium.reward.scoring.verifiers",
     "train": "podium.run.start",
 }
 

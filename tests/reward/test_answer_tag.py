@@ -3,7 +3,7 @@ import pytest
 from podium.errors import InputError
 from podium.records import Row
 from podium.reward.answer_tag import answer_tag
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from tests.builders import make_prompt, make_rollout
 
 

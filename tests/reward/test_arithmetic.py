@@ -4,7 +4,7 @@ import pytest
 
 from podium.reward.arithmetic import arithmetic
 from podium.reward.arithmetic_lax import arithmetic_lax
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from tests.builders import make_prompt, make_rollout
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward.code import code
+from podium.reward.code import code, program_in
 from podium.reward.code_stdio import code_stdio
-from podium.reward.sandbox.programs import program_in
 from podium.reward.sandbox.run import _problem
 from tests.builders import make_prompt, make_rollout
 

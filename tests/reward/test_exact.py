@@ -1,8 +1,8 @@
 import pytest
 
-from podium.reward.answers.text import normal_form
 from podium.reward.exact import exact
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
+from podium.reward.scoring.verifiers import normal_form
 from tests.builders import make_prompt, make_rollout
 
 

@@ -7,7 +7,7 @@ import pytest
 from podium.errors import InputError
 from podium.records import Row
 from podium.reward.gsm8k import gsm8k
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from tests.builders import make_prompt, make_rollout
 from tests.reward.math_judged import GSM8K_RIGHT, GSM8K_WRONG
 

@@ -7,7 +7,7 @@ import pytest
 
 from podium.reward.instructions.ifeval import INSTRUCTIONS
 from podium.reward.instructions.tulu3 import FUNCTIONS
-from podium.reward.scoring.contract import check_value
+from podium.reward.scoring.stage import check_value
 from podium.settings.lookup import choices, find
 from tests.builders import make_prompt, make_rollout
 from tests.reward.hostile_texts import HOSTILE

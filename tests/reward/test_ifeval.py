@@ -15,7 +15,7 @@ from podium.reward.ifeval import ifeval
 from podium.reward.instructions.english import count_capital_words, count_sentences, language_of
 from podium.reward.instructions.ifeval import INSTRUCTIONS
 from podium.reward.instructions.tulu3 import FUNCTIONS
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from tests.builders import make_prompt, make_rollout
 
 ENGLISH = "The weather is nice today and we are going to the park with our friends."

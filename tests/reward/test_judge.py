@@ -11,10 +11,9 @@ import pytest
 
 from podium.errors import InputError, RewardFailedError
 from podium.records import Group
-from podium.reward.judging import model_judge
-from podium.reward.judging.model_judge import MAX_REPLY_BYTES
-from podium.reward.scoring.contract import bound_reward
-from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward import judge as model_judge
+from podium.reward.judge import MAX_REPLY_BYTES
+from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward
 from podium.settings.lookup import find, validate_options
 from tests.builders import make_prompt, make_rollout
 from tests.reward.judging import Reply, answer_in, mark_in, serving, verdict

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from podium.reward.judging.model_judge import fenced, filled, mark_of
+from podium.reward.judge import fenced, filled, mark_of
 from tests.builders import make_prompt, make_rollout
 from tests.reward.test_judge import judged
 from tests.server.serving import Running, serving

@@ -8,7 +8,7 @@ from podium.reward.length import length
 from podium.reward.max_length import max_length
 from podium.reward.overlong import overlong
 from podium.reward.r1_format import r1_format
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from podium.reward.think_format import think_format
 from podium.settings.lookup import validate_options
 from tests.builders import make_prompt, make_rollout

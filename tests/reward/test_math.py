@@ -5,10 +5,9 @@ import pytest
 
 from podium.errors import InputError
 from podium.records import Row
-from podium.reward.math import math
-from podium.reward.math_answers.find import find_answer, last_boxed
+from podium.reward.math import find_answer, last_boxed, math
 from podium.reward.math_answers.same import same_answer
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from podium.reward.strict_math import strict_math
 from tests.builders import make_prompt, make_rollout
 from tests.reward.math_judged import RIGHT, SECOND_RIGHT, SECOND_WRONG, WRONG

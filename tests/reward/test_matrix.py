@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from podium.reward.scoring.contract import check_value
+from podium.reward.scoring.stage import check_value
 from podium.settings.lookup import find
 from tests.builders import make_prompt, make_rollout
-from tests.reward.answers.test_thinking import CASES
+from tests.reward.scoring.test_thinking import CASES
 
 MEGABYTE = 1_000_000
 WHOLE = {"exact", "string_f1", "puzzle"}

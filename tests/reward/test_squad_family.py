@@ -11,7 +11,7 @@ from podium.records import Row
 from podium.reward.exact import exact
 from podium.reward.flan import flan
 from podium.reward.puzzle import puzzle
-from podium.reward.scoring.contract import declared_range
+from podium.reward.scoring.stage import declared_range
 from podium.reward.search import search
 from podium.reward.search_f1 import search_f1
 from podium.reward.string_f1 import string_f1

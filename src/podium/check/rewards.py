@@ -20,8 +20,8 @@ from podium.model.chat import CLOSE
 from podium.model.load import load_policy
 from podium.records import Group, Prompt, Rollout, ids_digest
 from podium.reward.build import build_scoring, check_rewards
-from podium.reward.scoring.contract import Failed, answer_text, declared_range
-from podium.reward.scoring.stage import NamedReward, Scoring, has_best
+from podium.reward.scoring.stage import Failed, NamedReward, Scoring, declared_range, has_best
+from podium.reward.scoring.verifiers import answer_text
 from podium.settings.tables import Settings
 
 SHOWN = 3
@@ -154,7 +154,7 @@ async def _tried(scoring: Scoring, reward: NamedReward, trial: Trial, tokenizer:
     started = time.perf_counter()
     value, trouble, is_breach = None, None, False
     try:
-        (outcome,) = await scoring.try_reward(reward, group)
+        (outcome,) = await scoring.outcomes(reward, group)
         value = None if isinstance(outcome, Failed) else outcome
         trouble = outcome.reason if isinstance(outcome, Failed) else "it abstained" if outcome is None else None
     except RewardContractError as error:

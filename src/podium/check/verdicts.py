@@ -20,9 +20,9 @@ from podium.evaluation.held_out import held_out_groups
 from podium.filter import build_accept
 from podium.model.load import Policy, load_policy
 from podium.records import Group
-from podium.reward.answers.text import final_answer
 from podium.reward.build import build_scoring, check_retirement
 from podium.reward.scoring.stage import Scoring, too_many_failed
+from podium.reward.scoring.verifiers import final_answer
 from podium.rollout.build import make_rollout
 from podium.run.folder import RunFolder
 from podium.run.start import launcher_of

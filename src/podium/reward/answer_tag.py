@@ -7,9 +7,16 @@ row's answer is an integer, or a text with such a block.
 from typing import Any
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.numbers import decimals_in, expected_integer
-from podium.reward.answers.text import judges_answer, last_block
-from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
+from podium.reward.scoring.verifiers import (
+    answer_within,
+    decimals_in,
+    declare_range,
+    expected_integer,
+    gold_answer,
+    judges_answer,
+    last_block,
+    reads_answer,
+)
 
 
 def label(answer: Any) -> str:

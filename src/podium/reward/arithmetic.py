@@ -6,9 +6,17 @@
 import re
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.numbers import GROUPED, MINUS, decimals_in, expected_integer
-from podium.reward.answers.text import judges_answer
-from podium.reward.scoring.contract import declare_range, gold_answer, reads_answer, runs_inline
+from podium.reward.scoring.verifiers import (
+    GROUPED,
+    MINUS,
+    decimals_in,
+    declare_range,
+    expected_integer,
+    gold_answer,
+    judges_answer,
+    reads_answer,
+    runs_inline,
+)
 
 MARKER = "####"
 FOLLOWING = re.compile(rf"\s*([{MINUS}]?(?:{GROUPED}))(?![0-9]|[.,/][0-9])")

@@ -7,10 +7,15 @@ marker, so `arithmetic` is the better reward where it gives any signal.
 import re
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.numbers import expected_integer
-from podium.reward.answers.text import judges_answer
 from podium.reward.arithmetic import MARKER, is_answer
-from podium.reward.scoring.contract import declare_range, gold_answer, reads_answer, runs_inline
+from podium.reward.scoring.verifiers import (
+    declare_range,
+    expected_integer,
+    gold_answer,
+    judges_answer,
+    reads_answer,
+    runs_inline,
+)
 
 INTEGER = re.compile(r"-?[0-9]+(?!\.?[0-9])")
 

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from podium.errors import InputError
 from podium.records import Group, Row
-from podium.reward.isolation.workers import RewardWorkers
-from podium.reward.scoring.contract import bound_reward, declared_range
-from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward.isolation.rewards import RewardWorkers
+from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward, declared_range
 from podium.settings.lookup import choices, find
 from podium.settings.sections import Reward
 from podium.settings.sections import Scoring as ScoringSection
@@ -136,61 +135,54 @@ def scoring_recipe(settings: Settings, data: Sequence[RewardedRows], *, all_rows
     default = [choice.name for choice in settings.reward if choice.format is None]
     combinations = {names for source in data for names in source.reward_choices}
     named_by_rows = {name for names in combinations for name in names}
-    for name in sorted(named_by_rows):
-        _add_named(chosen, name, f"{_first_row(data, name)}: reward {name!r}")
-    limits = (settings.run.prompts_per_step, settings.filter.penalty)
-    recipe = ScoringRecipe(tuple(chosen.values()), tuple(default), settings.scoring, *limits)
-    if all_rows:
-        _refuse_unused(combinations, default)
-        _refuse_idle_workers(recipe)
-    return recipe
-
-
-def check_scoring(scoring: Scoring, data: Sequence[RewardedRows]) -> None:
-    """Every row has a reward for its answer, and one that can use it."""
-    for names in {names for source in data for names in source.reward_choices}:
-        if all(reward.format is not None for reward in scoring.rewards_of(names)):
-            raise InputError(_without_task(data, names, scoring.rewards_of(names)))
-    check_answers(scoring, data)
-
-
-def _add_named(chosen: dict[str, Reward], name: str, where: str) -> None:
-    """A reward without a table of its own, with its defaults."""
-    if name not in chosen:
+    for name in sorted(named_by_rows - chosen.keys()):  # a reward without a table of its own, with its defaults
+        where = f"{_first_row(data, name)}: reward {name!r}"
         if name not in choices("reward") and ":" not in name:
             raise InputError(f"{where} is not known; known: {', '.join(choices('reward'))}, or a 'module:object'")
         chosen[name] = Reward(name=name).resolved("reward", where)
-
-
-def _refuse_idle_workers(recipe: ScoringRecipe) -> None:
-    if recipe.section.worker_memory_mb is not None and not recipe.needs_processes():
+    limits = (settings.run.prompts_per_step, settings.filter.penalty)
+    recipe = ScoringRecipe(tuple(chosen.values()), tuple(default), settings.scoring, *limits)
+    unused = [] if () in combinations else sorted(set(default) - named_by_rows)
+    if all_rows and unused:
+        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
+    if all_rows and recipe.section.worker_memory_mb is not None and not recipe.needs_processes():
         raise InputError(
             "scoring.worker_memory_mb has no effect: no reward of this run needs a worker process; remove it"
         )
-
-
-def _refuse_unused(combinations: set[tuple[str, ...]], default: Sequence[str]) -> None:
-    """Tables and names that score no row."""
-    named_by_rows = {name for names in combinations for name in names}
-    unused = [] if () in combinations else sorted(set(default) - named_by_rows)
-    if unused:
-        raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
-
-
-def _without_task(data: Sequence[RewardedRows], names: Sequence[str], formats: Sequence[NamedReward]) -> str:
-    """What to say of rows that have format rewards only, or none."""
-    if names:
-        where = f"{_first_row(data, names[0])} names format rewards only"
-        return f"{where}, {', '.join(names)}; name a reward for its answer too"
-    if formats:
-        return f"the only reward is for the format, {formats[0].name!r}; add a [[reward]] table without 'format'"
-    return "no reward: add a [[reward]] table, or name one in each row"
+    return recipe
 
 
 def _first_row(data: Sequence[RewardedRows], name: str) -> str:
     """The first row that names the reward, for people."""
     rows = ((where, row) for source in data for where, row in zip(source.row_names, source.rows, strict=True))
     return next(where for where, row in rows if name in row.reward)
+
+
+def check_scoring(scoring: Scoring, data: Sequence[RewardedRows]) -> None:
+    """Every row has a reward for its answer, and each of its rewards can use that answer."""
+    for names in {names for source in data for names in source.reward_choices}:
+        rewards = scoring.rewards_of(names)
+        if any(reward.format is None for reward in rewards):
+            continue
+        if names:
+            where = f"{_first_row(data, names[0])} names format rewards only"
+            raise InputError(f"{where}, {', '.join(names)}; name a reward for its answer too")
+        if rewards:
+            only = rewards[0].name
+            raise InputError(f"the only reward is for the format, {only!r}; add a [[reward]] table without 'format'")
+        raise InputError("no reward: add a [[reward]] table, or name one in each row")
+    complaints = []
+    for source in data:
+        for where, row in zip(source.row_names, source.rows, strict=True):
+            for reward in scoring.rewards_of(row.reward):
+                try:
+                    getattr(reward.function, "check_answer", lambda row: None)(row)
+                except (ValueError, TypeError) as error:
+                    complaints.append(f"  {where}, reward {reward.name!r}: {error}")
+    if complaints:
+        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
+        listing = "\n".join(complaints[:SHOWN])
+        raise InputError(f"{len(complaints)} answers cannot be used; mend or remove the rows:\n{listing}{more}")
 
 
 def check_retirement(settings: Settings, scoring: Scoring, data: RewardedRows) -> None:
@@ -202,23 +194,3 @@ def check_retirement(settings: Settings, scoring: Scoring, data: RewardedRows) -
             f"filter.retire_pass_rate = {rate}: reward {unknown[0]!r} does not declare its highest value, so no "
             "rollout is known to be correct; put podium.declare_range(lowest, highest) on it, or remove the setting"
         )
-
-
-def check_answers(scoring: Scoring, data: Sequence[RewardedRows]) -> None:
-    """Lets each reward look at the answers of its rows; names every row that it cannot use."""
-    complaints = []
-    for source in data:
-        for where, row in zip(source.row_names, source.rows, strict=True):
-            for reward in scoring.rewards_of(row.reward):
-                try:
-                    getattr(reward.function, "check_answer", _any_answer)(row)
-                except (ValueError, TypeError) as error:
-                    complaints.append(f"  {where}, reward {reward.name!r}: {error}")
-    if complaints:
-        more = f"\n  and {len(complaints) - SHOWN} more" if len(complaints) > SHOWN else ""
-        listing = "\n".join(complaints[:SHOWN])
-        raise InputError(f"{len(complaints)} answers cannot be used; mend or remove the rows:\n{listing}{more}")
-
-
-def _any_answer(row: Row) -> None:
-    """For rewards that say nothing of the answers that they need."""

@@ -1,8 +1,8 @@
 """Share of a row's cases for which the Python program in the answer prints what is expected, in a sandbox.
 
-The program is the last fenced block of Python; see `sandbox/programs.py`. The row's answer is a list of
-{"input": …, "output": …}. The program gets the input on its standard input, and its output is compared here, outside
-the sandbox. White space at the ends of lines does not count, and numbers are compared as numbers: 1.0 is 1.
+The program is the last fenced block of Python. The row's answer is a list of {"input": …, "output": …}. The program
+gets the input on its standard input, and its output is compared here, outside the sandbox. White space at the ends of
+lines does not count, and numbers are compared as numbers: 1.0 is 1.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from podium.records import Row
-from podium.reward.sandbox.programs import program_in, scores_programs, tests_of
+from podium.reward.code import program_in, scores_programs, tests_of
 from podium.reward.sandbox.run import Limits, Sandbox, run_with_inputs
-from podium.reward.scoring.contract import checks_answer
+from podium.reward.scoring.verifiers import checks_answer
 
 
 def check(row: Row) -> None:
@@ -41,14 +41,12 @@ def code_stdio(text: str, tests: list[Any], limits: Limits, sandbox: Sandbox) ->
 
 def is_same(printed: str, expected: str) -> bool:
     """Whether two outputs are the same, line by line and word by word."""
-    mine, theirs = _words(printed), _words(expected)
-    return len(mine) == len(theirs) and all(
-        len(one) == len(other) and all(map(_is_same_word, one, other)) for one, other in zip(mine, theirs, strict=True)
+    mine, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    return [*map(len, mine)] == [*map(len, theirs)] and all(
+        _is_same_word(one, other)
+        for my_line, their_line in zip(mine, theirs, strict=True)
+        for one, other in zip(my_line, their_line, strict=True)
     )
-
-
-def _words(text: str) -> list[list[str]]:
-    return [line.split() for line in text.rstrip().splitlines()]
 
 
 def _is_same_word(one: str, other: str) -> bool:

@@ -5,8 +5,14 @@ is a list, any of its texts is right.
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import expected_texts, is_any_of, judges_answer
-from podium.reward.scoring.contract import declare_range, reads_answer, runs_inline
+from podium.reward.scoring.verifiers import (
+    declare_range,
+    expected_texts,
+    is_any_of,
+    judges_answer,
+    reads_answer,
+    runs_inline,
+)
 
 
 @runs_inline

@@ -4,8 +4,15 @@ Without those words the score is 0. If `answer` is a list, any of its texts is r
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import expected_texts, is_any_of, judges_answer
-from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
+from podium.reward.scoring.verifiers import (
+    answer_within,
+    declare_range,
+    expected_texts,
+    gold_answer,
+    is_any_of,
+    judges_answer,
+    reads_answer,
+)
 
 MARKER = "The answer is:"
 

@@ -11,9 +11,14 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
-from podium.reward.answers.numbers import answer_as_text, last_readings, numbers_in
-from podium.reward.answers.text import judges_answer
-from podium.reward.scoring.contract import declare_range, reads_answer
+from podium.reward.scoring.verifiers import (
+    answer_as_text,
+    declare_range,
+    judges_answer,
+    last_readings,
+    numbers_in,
+    reads_answer,
+)
 
 MARKER = "####"
 SCALE = re.compile(r"[0-9]\s*(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)

@@ -18,11 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
-from podium.reward.answers.text import judges_answer, without_answer_tags
 from podium.reward.instructions.english import require_langdetect
 from podium.reward.instructions.ifeval import INSTRUCTIONS
 from podium.reward.instructions.tulu3 import FUNCTIONS
-from podium.reward.scoring.contract import checks_answer, declare_range, gold_answer
+from podium.reward.scoring.verifiers import (
+    checks_answer,
+    declare_range,
+    gold_answer,
+    judges_answer,
+    without_answer_tags,
+)
 
 NEED_LANGDETECT = {
     "language:response_language",

@@ -8,11 +8,139 @@ one value: `1/2` is `0.5`, `x = 5` is `5`, `\{1, 2\}` is `\{2, 1\}`, `50\%` is b
 about notation that Podium does not read. The row's answer is a text or a number; of a text with a box, the box counts.
 """
 
+import re
+from typing import Any
+
+from podium.errors import InputError
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import judges_answer
-from podium.reward.math_answers.find import expected_answer, find_answer
 from podium.reward.math_answers.same import same_answer
-from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
+from podium.reward.math_answers.spelling import normal
+from podium.reward.scoring.verifiers import (
+    answer_as_text,
+    answer_within,
+    declare_range,
+    gold_answer,
+    judges_answer,
+    last_block,
+    reads_answer,
+)
+
+TAIL = 100_000
+"""Only this many characters at the end of a text are searched."""
+
+MAX_BOXES = 20
+MAX_CHARACTERS = 1000
+"""A longer text is no answer."""
+
+BRACE = re.compile(
+    r"(?P<brace>(?P<box>\\(?:boxed|fbox|framebox)\s*)?\{)|\}|(?P<bare>\\boxed(?![A-Za-z])\s*)|\\.", re.DOTALL
+)
+ANSWER_IS = re.compile(
+    r"(?:\b(?:answer|(?:correct|right)\s+(?:option|choice))(?:\s+is\b|\s*:)|答案[是为:：])[\s:：*]*"
+    r"|^[ \t#*]*+(?:final[ \t]+)?answer[ \t*]*+\n\s*+(?=[^\n]*+\s*+\Z)",  # a heading over the last line
+    re.IGNORECASE | re.MULTILINE,
+)
+BARE_CONTENT = re.compile(
+    r"(?=[-+−–.(\[\\0-9√π]|[A-Za-z](?![A-Za-z]))"
+    r"(?:[^\s$\\{}]|\\[A-Za-z]+(?:\{[^{}\n]{0,99}\}){0,2}|\\[,!%$]|(?<=[0-9]) (?=\\text)){1,200}"
+    r"(?<![.,;:!?*])"
+)
+DELIMITER = re.compile(r"\$\$?|\\.", re.DOTALL)
+CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+
+
+def find_answer(text: str) -> str | None:
+    """The last box; else the text after the last "answer is"; else the last formula; else the whole text.
+
+    Without a box, only the last `<answer>…</answer>` block is searched if there is one.
+    """
+    text = text[-TAIL:]
+    found = last_boxed(text)
+    if found is None:
+        text = (last_block(text, "answer") or "").strip() or text
+        found = _after_answer_is(text)
+    if found is None:
+        found = next(reversed(_formulas(text)), text)
+    return usable(found)
+
+
+def usable(found: str | None) -> str | None:
+    """The answer without surrounding white space; None if it is empty or too long."""
+    found = (found or "").strip()
+    return found if 0 < len(found) <= MAX_CHARACTERS else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{…}` that is closed, or the text after a `\boxed` without braces.
+
+    Of nested boxes the innermost counts. Boxes separated only by a comma or `and` are one answer: a list.
+    """
+    text = text[-TAIL:]
+    boxes = sorted(_boxes(text), key=lambda box: box[1])
+    if not boxes:
+        return None
+    last = len(boxes) - 1
+    while last and len(boxes) - last < MAX_BOXES and _joins(text[boxes[last - 1][2] : boxes[last][0]]):
+        last -= 1
+    return ", ".join(text[start:end].strip() for _, start, end in boxes[last:])
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where each box begins, and where its content begins and ends."""
+    opened: list[tuple[int | None, int]] = []  # for each open brace: where its box begins, and where its content does
+    found = []
+    for match in BRACE.finditer(text):
+        if match[0] == "}":
+            box, start = opened.pop() if opened else (None, 0)
+            if box is not None:
+                found.append((box, start, match.start()))
+        elif match["brace"]:
+            opened.append((match.start() if match["box"] else None, match.end()))
+        elif match["bare"] and (bare := BARE_CONTENT.match(text, match.end())):
+            found.append((match.start(), match.end(), bare.end()))
+    return found
+
+
+def _joins(between: str) -> bool:
+    """Whether the text between two boxes makes a list of them."""
+    return len(between) < 40 and re.sub(r"[\s${}]|\\(?:text|quad|,|;|\(|\))", "", between) in (",", "and", ",and")
+
+
+def _after_answer_is(text: str) -> str | None:
+    """The formula right after the last such words; else the rest of the sentence, or the last formula in that."""
+    last = None
+    for match in ANSWER_IS.finditer(text):
+        last = match
+    if last is None:
+        return None
+    tail = text[last.end() : last.end() + 2 * MAX_CHARACTERS]
+    if tail.startswith(tuple(CLOSING)) and (formulas := _formulas(tail)):
+        return formulas[0]
+    sentence = re.split(r"\n|\.(?:\s|$)|。", tail, maxsplit=1)[0].strip(" *")
+    return next(reversed(_formulas(sentence)), sentence) or None
+
+
+def _formulas(text: str) -> list[str]:
+    r"""The content of each `$…$`, `$$…$$`, `\(…\)` and `\[…\]`; `\$` is a dollar, and a `$` ends on its line."""
+    found, opened, start = [], "", 0
+    for match in DELIMITER.finditer(text):
+        mark, end = match[0], match.start()
+        if opened and mark == CLOSING[opened] and not (mark == "$" and "\n" in text[start:end]):
+            found.append(text[start:end])
+            opened = ""
+        elif mark in CLOSING:
+            opened, start = mark, match.end()
+    return found
+
+
+def expected_answer(answer: Any) -> str:
+    """The expected answer from a text or a number; of a text with a box, the content of the box."""
+    text = answer_as_text(answer)
+    boxed = last_boxed(text)
+    found = usable(text if boxed is None else boxed)
+    if found is None or not normal(found):
+        raise InputError(f"the answer must have 1 to {MAX_CHARACTERS} characters, not {answer!r:.60}")
+    return found
 
 
 @gold_answer(answer_within(r"The answer is \boxed{", "}"))

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
-from podium.reward.scoring.contract import declare_range, gold_answer, reads_answer
+from podium.reward.scoring.verifiers import declare_range, gold_answer, reads_answer
 
 
 def target_tokens(answer: Any) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward.scoring.contract import declare_range, gold_answer
+from podium.reward.scoring.verifiers import declare_range, gold_answer
 
 
 @gold_answer("it scores the length, not the answer")

@@ -6,7 +6,7 @@ Needs no answer. `<think>` itself is not asked for, since chat templates often o
 import re
 
 from podium.records import Prompt, Rollout
-from podium.reward.scoring.contract import declare_range, gold_answer
+from podium.reward.scoring.verifiers import declare_range, gold_answer
 
 
 @gold_answer("it scores the form, not the answer")

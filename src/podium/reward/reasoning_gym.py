@@ -26,18 +26,25 @@ from functools import lru_cache
 from typing import Any
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import judges_answer
-from podium.reward.scoring.contract import declare_range, gold_answer
+from podium.reward.scoring.verifiers import declare_range, gold_answer, judges_answer
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify"}
 """Functions that run the text that they are given, as those of sympy do."""
-
 OPERATORS = {"+", "-", "*", "/", "//", "**", "%", "^", ",", "(", "["}
 """Tokens before an opening parenthesis that is no call."""
-
 CLOSING = {")", "]"}
 FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
 INVISIBLE = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+MEMORY_MB = 512
+"""Memory that scoring one answer may take in addition to what the process has."""
+MAX_PUZZLE_CHARACTERS = 200
+PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: Fraction.__add__,
+    ast.Sub: Fraction.__sub__,
+    ast.Mult: Fraction.__mul__,
+    ast.Div: Fraction.__truediv__,
+}
 
 
 @gold_answer(lambda prompt: f"<answer>{prompt.metadata['entry']['answer']}</answer>")
@@ -51,7 +58,8 @@ def reasoning_gym(prompt: Prompt, rollout: Rollout) -> float:
 
     task, options, entry = (prompt.metadata[key] for key in ("task", "options", "entry"))
     answer = extract_answer(rollout.text)
-    if answer is not None and not (is_acceptable(task, answer, entry) and _is_safe(task, answer)):
+    is_safe = answer is None or not _evaluates(task) or is_plain_expression(answer)
+    if answer is not None and not (is_acceptable(task, answer, entry) and is_safe):
         answer = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of files left open, of numbers that cannot be parsed
@@ -66,10 +74,6 @@ def _score(scorer: Any, answer: str | None, entry: dict[str, Any]) -> float:
             return float(scorer.score_answer(answer, copy.deepcopy(entry)))
     except Exception:
         return float(scorer.score_answer(None, copy.deepcopy(entry)))
-
-
-def _is_safe(task: str, answer: str) -> bool:
-    return not _evaluates(task) or is_plain_expression(answer)
 
 
 @lru_cache(maxsize=64)
@@ -114,14 +118,13 @@ def _is_plain(token: tokenize.TokenInfo) -> bool:
     return token.type == tokenize.NUMBER or token.string in OPERATORS | CLOSING
 
 
-MEMORY_MB = 512
-"""Memory that scoring one answer may take in addition to what the process has."""
-MAX_PUZZLE_CHARACTERS = 200
-
-
 def is_acceptable(task: str, answer: str, entry: dict[str, Any]) -> bool:
     """Whether the answer may go to the task's scorer; any other answer counts as unanswered."""
-    return not _is_no_number(answer) and DEMANDS.get(task, lambda *_: True)(answer, entry)
+    try:
+        is_nan = cmath.isnan(complex(re.sub(r"\s", "", answer).lower().replace("nani", "nanj")))
+    except ValueError:
+        is_nan = False
+    return not is_nan and DEMANDS.get(task, lambda *_: True)(answer, entry)
 
 
 @contextmanager
@@ -138,13 +141,6 @@ def little_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _is_no_number(answer: str) -> bool:
-    try:
-        return cmath.isnan(complex(re.sub(r"\s", "", answer).lower().replace("nani", "nanj")))
-    except ValueError:
-        return False
 
 
 def _makes_24(answer: str, entry: dict[str, Any]) -> bool:
@@ -167,17 +163,6 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     raise ValueError("not an expression of the four operations")
-
-
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: Fraction.__add__,
-    ast.Sub: Fraction.__sub__,
-    ast.Mult: Fraction.__mul__,
-    ast.Div: Fraction.__truediv__,
-}
-
-
-PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
 
 
 def _is_near(answer: str, entry: dict[str, Any]) -> bool:

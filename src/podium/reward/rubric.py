@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from podium.records import Prompt, Rollout
-from podium.reward.judging.model_judge import ModelJudge, NoVerdictError, Request, number
-from podium.reward.scoring.contract import register_reward
+from podium.reward.judge import ModelJudge, NoVerdictError, Request, number
+from podium.reward.scoring.verifiers import register_reward
 
 TEMPLATE = """\
 Judge an answer to a task by each of these criteria.

@@ -4,8 +4,16 @@ The answer is a text or a list of texts, any of which is right; the list may be 
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import expected_texts_or_json, is_any_of, judges_answer, search_answer
-from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
+from podium.reward.scoring.verifiers import (
+    answer_within,
+    declare_range,
+    expected_texts_or_json,
+    gold_answer,
+    is_any_of,
+    judges_answer,
+    reads_answer,
+    search_answer,
+)
 
 
 @gold_answer(answer_within("<answer>", "</answer>"))

@@ -9,8 +9,16 @@ from typing import Annotated
 from pydantic import Field
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import expected_texts_or_json, judges_answer, search_answer, word_f1
-from podium.reward.scoring.contract import answer_within, declare_range, gold_answer, reads_answer
+from podium.reward.scoring.verifiers import (
+    answer_within,
+    declare_range,
+    expected_texts_or_json,
+    gold_answer,
+    judges_answer,
+    reads_answer,
+    search_answer,
+    word_f1,
+)
 
 
 @gold_answer(answer_within("<answer>", "</answer>"))

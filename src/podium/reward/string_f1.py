@@ -4,8 +4,14 @@
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward.answers.text import expected_texts, judges_answer, without_answer_tags, word_f1
-from podium.reward.scoring.contract import declare_range, reads_answer
+from podium.reward.scoring.verifiers import (
+    declare_range,
+    expected_texts,
+    judges_answer,
+    reads_answer,
+    without_answer_tags,
+    word_f1,
+)
 
 
 @reads_answer(expected_texts)

@@ -12,7 +12,7 @@ Needs no answer. With a chat template that opens `<think>` itself the score is a
 """
 
 from podium.records import Prompt, Rollout
-from podium.reward.scoring.contract import declare_range, gold_answer
+from podium.reward.scoring.verifiers import declare_range, gold_answer
 
 OPEN, CLOSE = "<think>", "</think>"
 

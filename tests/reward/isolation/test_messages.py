@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from podium.errors import RewardContractError
-from podium.records import Group, Prompt, Rollout
+from podium.records import Prompt, Rollout
 from podium.remote.codec import AS_JSON, decode, encode
-from podium.reward.isolation.worker import MAX_REPLY, Task, decode_outcome, encode_group, encode_outcome
-from podium.reward.scoring.contract import Failed
+from podium.reward.isolation.rewards import MAX_REPLY, Task, decode_outcome, encode_outcome
+from podium.reward.scoring.stage import Failed
 from tests.builders import make_prompt, make_rollout
 
 PROMPT = make_prompt(
@@ -28,29 +28,34 @@ ROLLOUTS = (
 
 
 def sent(prompt: Prompt = PROMPT) -> Task:
-    return decode(Task, encode(Task("mine", (1, 0), 2.5, encode_group(Group(prompt, ROLLOUTS)))))
+    task = Task("mine", (1, 0), 2.5, prompt.ordinal, encode(prompt), encode(ROLLOUTS, tuple[Rollout, ...]))
+    return decode(Task, encode(task))
+
+
+def prompt_of(task: Task) -> Prompt:
+    return decode(Prompt, task.prompt)
 
 
 def test_a_group_arrives_as_it_was_sent() -> None:
     assert {field.name for field in fields(Prompt)} == set(vars(PROMPT))
     task = sent()
-    assert (task.reward, task.indices, task.limit_s) == ("mine", (1, 0), 2.5)
-    assert (task.group.ordinal, task.group.num_rollouts) == (7, 2)
-    assert task.prompt() == PROMPT
-    assert task.rollouts() == ROLLOUTS
-    assert {type(getattr(one, field.name)) for one in task.rollouts() for field in fields(Rollout)} == {tuple, str, int}
+    assert (task.reward, task.indices, task.limit_s, task.ordinal) == ("mine", (1, 0), 2.5, 7)
+    assert prompt_of(task) == PROMPT
+    rollouts = decode(tuple[Rollout, ...], task.rollouts)
+    assert rollouts == ROLLOUTS
+    assert {type(getattr(one, field.name)) for one in rollouts for field in fields(Rollout)} == {tuple, str, int}
 
 
 def test_numbers_of_any_size_arrive() -> None:
     """MessagePack has 64 bits, a row of data may have more."""
     prompt = replace(PROMPT, answer=10**40)
-    assert sent(prompt).prompt() == prompt
+    assert prompt_of(sent(prompt)) == prompt
 
 
 def test_every_call_gets_a_prompt_of_its_own() -> None:
     task = sent()
-    task.prompt().answer["list"].clear()
-    assert task.prompt() == PROMPT
+    prompt_of(task).answer["list"].clear()
+    assert prompt_of(task) == PROMPT
 
 
 @pytest.mark.parametrize("outcome", [None, 0.1, -1e300, Failed("KeyError: 'a\nb'")])

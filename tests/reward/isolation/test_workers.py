@@ -16,9 +16,10 @@ import pytest
 
 from podium.errors import InputError, RewardContractError, RewardFailedError
 from podium.records import Group
-from podium.reward.isolation.worker import encode_group
-from podium.reward.isolation.workers import RewardWorkers
-from podium.reward.scoring.contract import Failed, Outcome, Style
+from podium.remote.fork_server import CallError, Child
+from podium.reward.isolation.rewards import RewardWorkers
+from podium.reward.isolation.workers import Workers
+from podium.reward.scoring.stage import Failed, Outcome, Style
 from tests.builders import make_prompt, make_rollout
 from tests.reward.isolation.hostile import KINDS, LISTS
 
@@ -49,7 +50,7 @@ def run(workers: RewardWorkers, use: Callable[[RewardWorkers], Coroutine[Any, An
 
 
 def score(name: str, group: Group, style: Style = "each", limit_s: float = 5.0) -> list[Outcome]:
-    return run(workers_for(name), lambda workers: workers.score(name, style, limit_s, encode_group(group)))
+    return run(workers_for(name), lambda workers: workers.score(name, style, limit_s, group))
 
 
 def is_alive(pid: int) -> bool:
@@ -94,7 +95,7 @@ def aftermath() -> dict[Any, Any]:
     counting = f"{HOSTILE}:process_number"
 
     async def attack(workers: RewardWorkers, style: Style, name: str) -> None:
-        group = encode_group(group_of(["good", "bad", "good", "good"], answer=name))
+        group = group_of(["good", "bad", "good", "good"], answer=name)
         limit_s = LIMIT_S if expected_kind(name) == "late" else 10.0
         started = time.monotonic()
         try:
@@ -104,14 +105,14 @@ def aftermath() -> dict[Any, Any]:
         found[style, name] = outcome, time.monotonic() - started
 
     async def use(workers: RewardWorkers) -> None:
-        await workers.score(counting, "each", 60.0, encode_group(group_of(["x"])))  # the start is nobody's fault
+        await workers.score(counting, "each", 60.0, group_of(["x"]))  # the start is nobody's fault
         for style, name in CORPUS:  # one after the other, so that the seconds are its own
             await attack(workers, style, name)
         poison = group_of(["bad"] * 2 * SIZE, answer="sleeps")
-        poisoned = [workers.score(REWARDS["each"], "each", LIMIT_S, encode_group(poison)) for _ in range(2 * SIZE)]
+        poisoned = [workers.score(REWARDS["each"], "each", LIMIT_S, poison) for _ in range(2 * SIZE)]
         found["poisoned"] = await asyncio.gather(*poisoned)
         started = time.monotonic()
-        calls = [workers.score(counting, "each", 5.0, encode_group(group_of(["x"]))) for _ in range(SIZE)]
+        calls = [workers.score(counting, "each", 5.0, group_of(["x"])) for _ in range(SIZE)]
         found["capacity"] = await asyncio.gather(*calls), time.monotonic() - started
 
     run(workers_for(*REWARDS.values(), counting), use)
@@ -159,11 +160,11 @@ def test_coroutines_wait_beside_each_other_and_a_slow_one_costs_no_worker() -> N
     name = f"{__name__}:waits"
 
     async def use(workers: RewardWorkers) -> Any:
-        (pid,) = await workers.score(name, "together", LIMIT_S, encode_group(group_of(["quick"])))
+        (pid,) = await workers.score(name, "together", LIMIT_S, group_of(["quick"]))
         started = time.monotonic()
-        outcomes = await workers.score(name, "together", LIMIT_S, encode_group(group_of([*["quick"] * 20, "slow"])))
+        outcomes = await workers.score(name, "together", LIMIT_S, group_of([*["quick"] * 20, "slow"]))
         seconds = time.monotonic() - started
-        return pid, outcomes, seconds, await workers.score(name, "each", LIMIT_S, encode_group(group_of(["quick"])))
+        return pid, outcomes, seconds, await workers.score(name, "each", LIMIT_S, group_of(["quick"]))
 
     pid, outcomes, seconds, after = run(workers_for(name, size=1), use)
     assert outcomes == [pid] * 20 + [Failed("timeout after 0.4 s")]
@@ -203,7 +204,7 @@ def test_a_reward_cannot_change_what_its_neighbours_or_the_run_see(tmp_path: Pat
 def test_what_a_reward_draws_depends_on_the_prompt_and_not_on_the_worker() -> None:
     async def use(workers: RewardWorkers) -> list[list[Outcome]]:
         groups = [group_of(["a", "b"], ordinal=ordinal) for ordinal in (7, 8, 7)]
-        return [await workers.score(f"{HOSTILE}:draws", "each", 5.0, encode_group(group)) for group in groups]
+        return [await workers.score(f"{HOSTILE}:draws", "each", 5.0, group) for group in groups]
 
     first, other, again = run(workers_for(f"{HOSTILE}:draws"), use)
     assert first == again
@@ -214,7 +215,7 @@ def test_a_driver_that_was_held_up_does_not_call_its_rewards_late() -> None:
     name = f"{HOSTILE}:process_number"  # takes 0.2 s
 
     async def use(workers: RewardWorkers) -> list[Outcome]:
-        group = encode_group(group_of(["a"]))
+        group = group_of(["a"])
         await workers.score(name, "each", 5.0, group)
         scoring = asyncio.create_task(workers.score(name, "each", LIMIT_S, group))
         await asyncio.sleep(0.05)
@@ -244,7 +245,7 @@ def test_the_pool_recovers_when_the_fork_server_is_killed(tmp_path: Path) -> Non
 
 def test_idle_workers_that_went_with_their_fork_server_fail_nobody() -> None:
     """Four of them wait when the fork server is killed; a group may only be tried twice."""
-    group = encode_group(group_of(["#### 3", "#### 4"], answer="3"))
+    group = group_of(["#### 3", "#### 4"], answer="3")
 
     async def use(workers: RewardWorkers) -> list[list[Outcome]]:
         await asyncio.gather(*(workers.score("gsm8k", "each", 5.0, group) for _ in range(4)))
@@ -260,7 +261,7 @@ def test_a_daemon_does_not_outlive_its_worker(tmp_path: Path) -> None:
     name, file = f"{HOSTILE}:leaves_a_daemon", tmp_path / "pid"
 
     async def use(workers: RewardWorkers) -> tuple[list[Outcome], int, bool]:
-        outcomes = await workers.score(name, "each", 5.0, encode_group(group_of(["a"], answer=str(file))))
+        outcomes = await workers.score(name, "each", 5.0, group_of(["a"], answer=str(file)))
         daemon = int(file.read_text())
         return outcomes, daemon, is_alive(daemon)  # the pool is still open
 
@@ -272,13 +273,13 @@ def test_a_daemon_does_not_outlive_its_worker(tmp_path: Path) -> None:
 
 DRIVER = """
 import asyncio, os, sys
-from tests.reward.isolation.test_workers import HOSTILE, encode_group, group_of, workers_for
+from tests.reward.isolation.test_workers import HOSTILE, group_of, workers_for
 
 async def main():
     workers = workers_for(f"{HOSTILE}:hostile", f"{HOSTILE}:process_number")
-    number, = await workers.score(f"{HOSTILE}:process_number", "each", 5.0, encode_group(group_of(["a"])))
+    number, = await workers.score(f"{HOSTILE}:process_number", "each", 5.0, group_of(["a"]))
     print(os.getpid(), workers._server.pid, int(number), flush=True)
-    await workers.score(f"{HOSTILE}:hostile", "each", 600.0, encode_group(group_of(["bad"], answer=sys.argv[1])))
+    await workers.score(f"{HOSTILE}:hostile", "each", 600.0, group_of(["bad"], answer=sys.argv[1]))
 
 asyncio.run(main())
 """
@@ -298,11 +299,11 @@ def test_no_process_is_left_when_the_driver_is_killed(misdeed: str) -> None:
 
 IMPORTER = """
 import asyncio, os, sys
-from tests.reward.isolation.test_workers import encode_group, group_of, workers_for
+from tests.reward.isolation.test_workers import group_of, workers_for
 
 async def main():
     print(os.getpid(), flush=True)
-    await workers_for(sys.argv[1]).score(sys.argv[1], "each", 5.0, encode_group(group_of(["a"])))
+    await workers_for(sys.argv[1]).score(sys.argv[1], "each", 5.0, group_of(["a"]))
 
 asyncio.run(main())
 """
@@ -323,13 +324,55 @@ def test_close_ends_every_process() -> None:
     workers = workers_for(f"{HOSTILE}:process_number")
 
     async def use(workers: RewardWorkers) -> tuple[int, int]:
-        (pid,) = await workers.score(f"{HOSTILE}:process_number", "each", 5.0, encode_group(group_of(["a"])))
+        (pid,) = await workers.score(f"{HOSTILE}:process_number", "each", 5.0, group_of(["a"]))
         assert workers._server is not None
         assert workers._server.pid is not None
         return int(pid), workers._server.pid
 
     pids = run(workers, use)
     assert not any(is_alive(pid) for pid in pids)
+
+
+class Adder:
+    """Any object can be served, not only rewards."""
+
+    def __init__(self, start: int) -> None:
+        self.total = start
+
+    def add(self, content: bytes, reply: Callable[[bytes], None]) -> None:
+        self.total += int(content)
+        reply(f"{self.total} {os.getpid()}".encode())
+
+
+def test_a_worker_that_is_lent_keeps_its_state_until_the_block_ends_and_an_exception_kills_it() -> None:
+    workers = Workers(f"{__name__}:Adder", {"start": 10}, 2, MEMORY_MB)
+
+    async def added(worker: Child, number: int) -> list[int]:
+        reply = await worker.call("add", str(number).encode(), 5.0)
+        return [int(part) for part in reply.split()]
+
+    async def breaks(pids: list[int]) -> None:
+        async with workers.lend() as worker:
+            pids.append(worker.pid)
+            await worker.call("add", b"no number", 5.0)
+
+    async def use() -> None:
+        pids: list[int] = []
+        async with workers.lend() as one, workers.lend() as other:
+            total, pid = await added(one, 1)
+            assert total == 11
+            assert await added(one, 2) == [13, pid]
+            total, other_pid = await added(other, 5)
+            assert total == 15  # the other episode's state is its own
+            assert other_pid != pid
+        with pytest.raises(CallError, match="ValueError"):
+            await breaks(pids)
+        assert wait_until(lambda: not is_alive(pids[0]))
+
+    try:
+        asyncio.run(use())
+    finally:
+        workers.close()
 
 
 def test_rewards_that_cannot_be_imported_are_told_with_the_reason() -> None:
@@ -339,6 +382,6 @@ def test_rewards_that_cannot_be_imported_are_told_with_the_reason() -> None:
 
 def test_a_prompt_that_is_not_plain_data_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"prompt 5 \(arithmetic\): answer: \(1, 2\) is not plain data"):
-        encode_group(group_of(["a"], ordinal=5, answer=(1, 2)))
+        score("gsm8k", group_of(["a"], ordinal=5, answer=(1, 2)))
     with pytest.raises(InputError, match=re.escape("metadata: {'a': {1}} is not plain data")):
-        encode_group(group_of(["a"], metadata={"a": {1}}))
+        score("gsm8k", group_of(["a"], metadata={"a": {1}}))

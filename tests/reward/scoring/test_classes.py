@@ -7,8 +7,7 @@ import pytest
 from podium import register_reward
 from podium.errors import InputError, RewardContractError
 from podium.records import Group
-from podium.reward.scoring.contract import bound_reward, declared_range, style_of
-from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward, declared_range, style_of
 from podium.settings.lookup import find
 from tests.builders import make_prompt, make_rollout
 from tests.reward.scoring.test_stage import score

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from podium.records import Group
-from podium.reward.scoring.contract import declare_range
 from podium.reward.scoring.stage import NamedReward, Scoring, is_correct, total
+from podium.reward.scoring.verifiers import declare_range
 from tests.builders import make_prompt, make_rollout
 from tests.reward.scoring.test_stage import score
 

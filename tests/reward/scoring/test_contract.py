@@ -11,8 +11,8 @@ import torch
 import podium
 from podium.errors import RewardContractError
 from podium.reward.exact import exact
-from podium.reward.scoring.contract import bound_reward, check_value, checks_answer, declare_range, declared_range
-from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward, check_value, declared_range
+from podium.reward.scoring.verifiers import checks_answer, declare_range
 from tests.builders import make_group, make_prompt
 
 

@@ -13,8 +13,8 @@ from podium.advantage.grpo import grpo
 from podium.errors import RewardContractError, RewardFailedError
 from podium.filter import filter_groups
 from podium.records import Group
-from podium.reward.scoring.contract import declare_range
 from podium.reward.scoring.stage import NamedReward, Scoring
+from podium.reward.scoring.verifiers import declare_range
 from tests.builders import make_group, make_prompt, make_rollout
 
 

@@ -12,6 +12,9 @@ from podium.reward.math_answers.spelling import FUNCTIONS
 from podium.reward.math_answers.units import is_unit
 
 MAX_EXPONENT_DIGITS = 4
+MAX_NESTING = 40
+MAX_FACTORS = 60
+MAX_DETERMINANT = 4
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 NUMBER = re.compile(
     r"(?P<mixed>[0-9]+ +[0-9]+ ?/ ?[0-9]+(?![0-9.]))"
@@ -21,6 +24,18 @@ NUMBER = re.compile(
     r"|(?P<long>[0-9]*\.[0-9]+)\s*\.\.\."
     r"|(?P<plain>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?P<exponent>[+-]?[0-9]+)(?![0-9A-Za-z.]))?"
 )
+FRACTION_BEHIND = re.compile(r"\s*\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
+BEGINS_NUMBER = re.compile(r"[0-9]|\.(?:[0-9]|\\|\()")
+GREEK = re.compile(
+    "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|"
+    "psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|ell|pi|infty)"
+)
+RUN = re.compile("[A-Za-z]+")
+NAMES = {"pi", "theta", "alpha", "beta", "gamma", "lambda", "infty"}
+MARKED = ("overline", "bar", "vec", "hat", "tilde", "angle", "triangle", "widehat")
+"""Commands that make a name of what follows them."""
+BRACKETS = {"(": (")", "group"), "[": ("]", "group"), "{": ("}", "group"), "⌊": ("⌋", "floor"), "⌈": ("⌉", "ceiling")}
+END_OF_ARGUMENT = re.compile(r" ?\\?([A-Za-z]+)")
 
 
 class Unreadable(ValueError):
@@ -40,63 +55,22 @@ def number(value: Fraction | int, decimals: int | None = None) -> Node:
     return Node("number", (Fraction(value), decimals))
 
 
-def fail(text: str) -> NoReturn:
-    raise Unreadable(text[:40])
-
-
-def read_number(match: re.Match[str]) -> Node:
-    """The number of a match of `NUMBER`."""
-    if match["mixed"]:
-        whole, top, bottom = map(int, re.findall("[0-9]+", match["mixed"]))
-        return number(whole + Fraction(top, bottom)) if 0 < top < bottom else fail(match[0])
-    if match["base"]:
-        base = BASES.get(match["braced"] or "") or int(re.sub("[a-z]", "", match["braced"] or match["bare"]) or 0)
-        try:
-            return number(int(match["base"], base)) if 2 <= base <= 36 else fail(match[0])
-        except ValueError as error:
-            raise Unreadable(match[0]) from error
-    if match["lead"] is not None:
-        lead, period = match["lead"], match["over"] or match["round"]
-        if match["dots"]:
-            period = re.sub("[^0-9]", "", match["dots"])
-        return number(_repeating(match["whole"], lead, period))
-    if match["long"]:
-        whole, _, digits = match["long"].partition(".")
-        if again := re.fullmatch(r"([0-9]*?)([0-9]{1,6}?)\2{1,}", digits):
-            return number(_repeating(whole, again[1], again[2]))
-        return number(Fraction(f"{whole or 0}.{digits}"), len(digits))
-    exponent = match["exponent"] or "0"
-    if len(exponent.strip("+-").lstrip("0")) > MAX_EXPONENT_DIGITS:
-        fail(match[0])
-    plain = match["plain"]
-    value = Fraction("0" + plain if plain.startswith(".") else plain) * Fraction(10) ** int(exponent)
-    places = max(0, len(plain.partition(".")[2]) - int(exponent))
-    return number(value, places)
-
-
-def _repeating(whole: str, lead: str, period: str) -> Fraction:
-    """0.1666… from `0`, `1` and `6`."""
-    fixed = Fraction(int((whole or "0") + lead), 10 ** len(lead))
-    return fixed + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(lead))
-
-
-MAX_NESTING = 40
-MAX_FACTORS = 60
-MAX_DETERMINANT = 4
-GREEK = re.compile(
-    "(?:var)?(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|upsilon|phi|chi|"
-    "psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|ell|pi|infty)"
-)
-TIMES = re.compile(r"\\(?:cdot|times)(?![A-Za-z])|\*")
-RUN = re.compile("[A-Za-z]+")
-COMMAND = re.compile(r"\\([A-Za-z]+)")
-NAMES = {"pi", "theta", "alpha", "beta", "gamma", "lambda", "infty"}
+def difference(left: Node, right: Node) -> Node:
+    return Node("add", (left, Node("minus", (right,))))
 
 
 def read_expression(text: str) -> Node:
     """The whole text as an expression; `Unreadable` if it is none."""
     node, end = read_beginning(text)
     return node if end == len(text) else fail(text[end:])
+
+
+def read_expressions(texts: list[str] | tuple[str, ...]) -> list[Node] | None:
+    """Every text as an expression; None if one of them is none."""
+    try:
+        return [read_expression(text) for text in texts]
+    except Unreadable:
+        return None
 
 
 def read_beginning(text: str) -> tuple[Node, int]:
@@ -110,11 +84,50 @@ def read_beginning(text: str) -> tuple[Node, int]:
     return node, parser.at
 
 
+def fail(text: str) -> NoReturn:
+    raise Unreadable(text[:40])
+
+
+def _read_number(match: re.Match[str]) -> Node:
+    """The number of a match of `NUMBER`."""
+    if match["mixed"]:
+        whole, top, bottom = map(int, re.findall("[0-9]+", match["mixed"]))
+        return number(whole + Fraction(top, bottom)) if 0 < top < bottom else fail(match[0])
+    if match["base"]:
+        base = BASES.get(match["braced"] or "") or int(re.sub("[a-z]", "", match["braced"] or match["bare"]) or 0)
+        try:
+            return number(int(match["base"], base)) if 2 <= base <= 36 else fail(match[0])
+        except ValueError as error:
+            raise Unreadable(match[0]) from error
+    if match["lead"] is not None:
+        period = match["over"] or match["round"] or re.sub("[^0-9]", "", match["dots"])
+        return number(_repeating(match["whole"], match["lead"], period))
+    if match["long"]:
+        whole, _, digits = match["long"].partition(".")
+        if again := re.fullmatch(r"([0-9]*?)([0-9]{1,6}?)\2{1,}", digits):
+            return number(_repeating(whole, again[1], again[2]))
+        return number(Fraction(f"{whole or 0}.{digits}"), len(digits))
+    exponent, plain = match["exponent"] or "0", match["plain"]
+    if len(exponent.strip("+-").lstrip("0")) > MAX_EXPONENT_DIGITS:
+        fail(match[0])
+    value = Fraction("0" + plain if plain.startswith(".") else plain) * Fraction(10) ** int(exponent)
+    return number(value, max(0, len(plain.partition(".")[2]) - int(exponent)))
+
+
+def _repeating(whole: str, lead: str, period: str) -> Fraction:
+    """0.1666… from `0`, `1` and `6`."""
+    fixed = Fraction(int((whole or "0") + lead), 10 ** len(lead))
+    return fixed + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(lead))
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth, self.bars = text, 0, 0, 0
 
     # ---- the text
+
+    def fail(self) -> NoReturn:
+        fail(self.text[self.at :])
 
     def skip(self) -> str:
         """Skips white space; the next character."""
@@ -129,29 +142,24 @@ class _Parser:
             self.at = match.end()
         return match
 
-    def expect(self, mark: str) -> None:
-        if self.skip() != mark:
-            fail(self.text[self.at :])
-        self.at += 1
+    def expect(self, pattern: str) -> re.Match[str]:
+        return self.take(pattern) or self.fail()
 
     def inside(self, closing: str) -> Node:
         """An expression up to a closing bracket."""
         bars, self.bars = self.bars, closing == "|"
         node = self.sum()
         self.bars = bars
-        self.expect(closing)
+        self.expect(re.escape(closing))
         return node
 
     def argument(self) -> Node:
         """The argument of a command: a group, a command or a single character."""
-        mark = self.skip()
-        if mark == "{":
-            self.at += 1
+        if self.take(r"\{"):
             return self.inside("}")
-        if mark.isdigit():
-            self.at += 1
-            return number(int(mark))
-        return self.atom() or fail(self.text[self.at :])
+        if digit := self.take("[0-9]"):
+            return number(int(digit[0]))
+        return self.atom() or self.fail()
 
     # ---- sums and products
 
@@ -169,41 +177,35 @@ class _Parser:
     def product(self) -> Node:
         node = self.signed()
         for _ in range(MAX_FACTORS):
-            if self.take(TIMES):
-                node = Node("times", (node, self.signed()))
-            elif self.take(r"/"):
-                node = Node("over", (node, self.signed()))
-            else:
-                start = self.at
-                factor = None if self.skip() in "+-" else self.power()
-                if factor is None:
-                    self.at = start
-                    return node
-                if _is_plain(node) and factor.kind == "number":
-                    fail(self.text[start:])  # 1 2
-                node = Node("times", (node, factor))  # it binds as a product with a sign does, from the left
+            if sign := self.take(r"(?:\\(?:cdot|times)(?![A-Za-z])|\*)|(/)"):
+                node = Node("over" if sign[1] else "times", (node, self.signed()))
+                continue
+            start = self.at
+            factor = None if self.skip() in "+-" else self.power()
+            if factor is None:
+                self.at = start
+                return node
+            if _is_plain(node) and factor.kind == "number":
+                fail(self.text[start:])  # 1 2
+            node = Node("times", (node, factor))  # it binds as a product with a sign does, from the left
         fail("too many factors")
 
     def signed(self) -> Node:
         if sign := self.take(r"[+-]"):
             node = self.signed()
             return Node("minus", (node,)) if sign[0] == "-" else node
-        return self.power() or fail(self.text[self.at :])
+        return self.power() or self.fail()
 
     def power(self) -> Node | None:
         """An atom with the exponents, factorials and degree signs after it."""
         node = self.atom()
-        while node is not None:
-            if self.take(r"\^"):
+        while node is not None and (mark := self.take("[\\^°%]|!(?!=)")):
+            if mark[0] == "^":
                 node = Node("power", (node, self.exponent()))
-            elif self.take("!(?!=)"):
-                node = Node("factorial", (node,))
-            elif self.take("°"):
-                node = Node("degrees", (node,))
-            elif self.take("%"):
+            elif mark[0] == "%":
                 node = Node("over", (node, number(100)))
             else:
-                break
+                node = Node("factorial" if mark[0] == "!" else "degrees", (node,))
         return node
 
     def exponent(self) -> Node:
@@ -218,33 +220,23 @@ class _Parser:
     def atom(self) -> Node | None:
         """A number, a letter, a bracket or a command; None where none begins."""
         mark = self.skip()
-        if mark.isdigit() or (mark == "." and self.text[self.at + 1 : self.at + 2].isdigit()) or self.is_repeating():
+        if BEGINS_NUMBER.match(self.text, self.at):
             return self.number()
-        if mark in "([{⌊⌈" and mark:
+        if mark in BRACKETS:
             self.at += 1
-            inner = self.inside(")]}⌋⌉"["([{⌊⌈".index(mark)])
-            kind = {"⌊": "floor", "⌈": "ceiling"}.get(mark, "group")
-            return Node(kind, (inner,))
+            closing, kind = BRACKETS[mark]
+            return Node(kind, (self.inside(closing),))
         if mark == "|" and not self.bars:
             self.at += 1
             return Node("absolute", (self.inside("|"),))
         if mark == "\\":
             return self.command()
-        if mark.isascii() and mark.isalpha():
-            return self.letters()
-        return None
-
-    def is_repeating(self) -> bool:
-        return re.compile(r"\.(?:\\|\()").match(self.text, self.at) is not None
+        return self.letters() if mark.isascii() and mark.isalpha() else None
 
     def number(self) -> Node:
-        match = NUMBER.match(self.text, self.at)
-        if match is None:
-            fail(self.text[self.at :])
-        self.at = match.end()
-        node = read_number(match)
-        fraction = re.compile(r"\s*\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
-        if match["plain"] and match["plain"].isdigit() and (part := fraction.match(self.text, self.at)):
+        match = self.take(NUMBER) or self.fail()
+        node = _read_number(match)
+        if (match["plain"] or "").isdigit() and (part := FRACTION_BEHIND.match(self.text, self.at)):
             top, bottom = int(part[1] or part[2]), int(part[3] or part[4])
             if 0 < top < bottom:
                 self.at = part.end()
@@ -258,28 +250,25 @@ class _Parser:
         before = self.text[: self.at]
         if based := self.take(r"([A-F][0-9A-F]+)\s*_\s*\{?\s*16\s*\}?"):
             return number(int(based[1], 16))
+        if run not in FUNCTIONS and (split := re.fullmatch(r"(sin|cos|tan|ln|log)[a-z]", run)):
+            run = split[1]
         if run in FUNCTIONS:
             self.at += len(run)
             return self.function(run)
-        if parts := re.fullmatch(r"(sin|cos|tan|ln|log)([a-z])", run):
-            self.at += len(parts[1])
-            return self.function(parts[1])
-        if run in NAMES:
-            self.at += len(run)
-            return self.named(run)
-        is_apart = re.search(r"[0-9A-Za-z)}|°%] +$", before)
-        is_behind_number = re.search(r"[0-9})]\s*$", before)
-        if (len(run) > 2 and is_apart) or (len(run) > 1 and is_behind_number and is_unit(run)):
-            return None
-        name = run if len(run) > 1 and run.isupper() else run[0]
-        self.at += len(name)
-        return self.named(name)
+        if run not in NAMES:
+            is_apart = re.search(r"[0-9A-Za-z)}|°%] +$", before)
+            is_behind_number = re.search(r"[0-9})]\s*$", before)
+            if (len(run) > 2 and is_apart) or (len(run) > 1 and is_behind_number and is_unit(run)):
+                return None
+            run = run if len(run) > 1 and run.isupper() else run[0]
+        self.at += len(run)
+        return self.named(run)
 
     def named(self, name: str) -> Node:
         """A symbol with its index and primes, or a function of a user's own."""
         if self.take(r"_"):
-            index = self.take(r"\{([^{}]*)\}|(\\?[A-Za-z]+(?![A-Za-z])|[A-Za-z0-9])")
-            name += "_" + re.sub(r"[\s⟪⟫]", "", (index[1] or index[2]) if index else fail(self.text[self.at :]))
+            index = self.expect(r"\{([^{}]*)\}|(\\?[A-Za-z]+(?![A-Za-z])|[A-Za-z0-9])")
+            name += "_" + re.sub(r"[\s⟪⟫]", "", index[1] or index[2])
         if primes := self.take("'+"):
             name += primes[0]
         if re.fullmatch("[fghpqFGHPQTE]('*|_.*)", name) and (inner := self.take(r"\(([^()]*)\)")):
@@ -288,9 +277,11 @@ class _Parser:
             self.at -= len(inner[0])
         return Node("symbol", (name,))
 
+    # ---- commands and functions
+
     def command(self) -> Node | None:
         start = self.at
-        match = self.take(COMMAND)
+        match = self.take(r"\\([A-Za-z]+)")
         name = match[1] if match else ""
         if name in FUNCTIONS and name != "sqrt":
             return self.function(name)
@@ -298,30 +289,27 @@ class _Parser:
             return self.named(name)
         if method := getattr(self, f"read_{name}", None):
             return method()
-        if name in ("overline", "bar", "vec", "hat", "tilde", "angle", "triangle", "widehat"):
+        if name in MARKED:
             inner = self.take(r"\{([^{}]*)\}|([A-Za-z]+)")
             return Node("symbol", (f"{name} {inner[0].strip('{} ')}",)) if inner else fail(name)
         self.at = start
         return None
 
-    def read_frac(self) -> Node:
+    def read_frac(self, kind: str = "over") -> Node:
         top = self.argument()
-        return Node("over", (top, self.argument()))
+        return Node(kind, (top, self.argument()))
+
+    def read_binom(self) -> Node:
+        return self.read_frac("binomial")
 
     def read_sqrt(self) -> Node:
         index = self.inside("]") if self.take(r"\[") else number(2)
         return Node("root", (self.argument(), index))
 
-    def read_binom(self) -> Node:
-        top = self.argument()
-        return Node("binomial", (top, self.argument()))
-
     def read_sum(self, kind: str = "sum") -> Node:
-        self.expect("_")
-        begin = self.take(r"\{\s*([A-Za-z])\s*=")
-        variable = begin[1] if begin else fail(self.text[self.at :])
+        variable = self.expect(r"_\s*\{\s*([A-Za-z])\s*=")[1]
         low = self.inside("}")
-        self.expect("^")
+        self.expect(r"\^")
         high = self.exponent()
         return Node(kind, (variable, low, high, self.product()))
 
@@ -331,11 +319,11 @@ class _Parser:
     def read_int(self) -> Node:
         self.expect("_")
         low = self.exponent()
-        self.expect("^")
+        self.expect(r"\^")
         high = self.exponent()
         end = re.compile(r"(\{\s*)?(?<![A-Za-z\\])d\s*([A-Za-z])(?![A-Za-z])(\s*\})?").search(self.text, self.at)
         if end is None:
-            fail(self.text[self.at :])
+            self.fail()
         if end[3]:  # \frac{dx}{x}
             self.text = self.text[: end.start()] + ("{1}" if end[1] else end[3]) + self.text[end.end() :]
             return Node("integral", (end[2], low, high, self.sum()))
@@ -344,10 +332,8 @@ class _Parser:
 
     def read_begin(self) -> Node:
         """The determinant of a matrix."""
-        match = self.take(r"\{([pbvB])matrix\}(.*?)\\end\s*\{\1matrix\}")
-        if match is None or (
-            match[1] != "v" and not self.text[: match.start()].endswith(("\\det\\begin", "\\det \\begin"))
-        ):
+        match = self.take(r"\{([pbvB])matrix\}(.*?)\\end\s*\{\1matrix\}") or fail(self.text)
+        if match[1] != "v" and not self.text[: match.start()].endswith(("\\det\\begin", "\\det \\begin")):
             fail(self.text)
         rows = [row.split("&") for row in re.split(r"\\\\", match[2]) if row.strip()]
         if len(rows) > MAX_DETERMINANT or any(len(row) != len(rows) for row in rows):
@@ -355,11 +341,10 @@ class _Parser:
         return Node("determinant", tuple(read_expression(cell.strip()) for row in rows for cell in row))
 
     def read_lim(self) -> Node:
-        begin = self.take(r"_\s*\{\s*([A-Za-z])\s*\\(?:to|rightarrow)(?![A-Za-z])")
-        variable = begin[1] if begin else fail(self.text[self.at :])
+        variable = self.expect(r"_\s*\{\s*([A-Za-z])\s*\\(?:to|rightarrow)(?![A-Za-z])")[1]
         goal = self.sum()
         side = self.take(r"\^\s*\{?\s*([+-])\s*\}?")
-        self.expect("}")
+        self.expect(r"\}")
         return Node("limit", (variable, goal, side[1] if side else "", self.product()))
 
     def function(self, name: str) -> Node:
@@ -374,8 +359,7 @@ class _Parser:
             items = [self.sum()]
             while self.take(","):
                 items.append(self.sum())
-            if not self.take(r"\)|⦄"):
-                fail(self.text[self.at :])
+            self.expect(r"\)|⦄")
             return Node(name, tuple(items))
         if name == "det":
             return (self.command() if self.skip() == "\\" else None) or fail(self.text)
@@ -387,17 +371,16 @@ class _Parser:
         return node if power is None else Node("power", (node, power))
 
     def function_argument(self) -> Node:
-        if self.skip() in "({" and self.skip():
-            return self.atom() or fail(self.text[self.at :])
+        if self.skip() and self.skip() in "({":
+            return self.atom() or self.fail()
         node = self.signed()
         while True:
             start = self.at
             if _has_pi(node) and self.take(r"/(?=\s*[0-9])"):
                 node = Node("over", (node, self.number()))
                 continue
-            if (match := re.compile(r" ?\\?([A-Za-z]+)").match(self.text, self.at)) and (
-                match[1] in FUNCTIONS or match[1] in ("sum", "int", "lim", "cdot", "times")
-            ):
+            match = END_OF_ARGUMENT.match(self.text, self.at)
+            if match and (match[1] in FUNCTIONS or match[1] in ("sum", "int", "lim", "cdot", "times")):
                 return node
             factor = None if self.skip() in "+-/*(" else self.power()
             if factor is None or (_is_plain(node) and factor.kind == "number"):

@@ -5,15 +5,26 @@ likeliest first. A text that is nothing else is `Words`.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise, product
 
-from podium.reward.math_answers.expressions import Node, Unreadable, number, read_beginning, read_expression
+from podium.reward.math_answers.expressions import (
+    Node,
+    Unreadable,
+    difference,
+    number,
+    read_beginning,
+    read_expression,
+    read_expressions,
+)
 from podium.reward.math_answers.spelling import split_at, squeezed, trimmed, with_joined_groups
 from podium.reward.math_answers.units import DEGREE, PERCENT, Unit, currency, number_in_words, read_suffix
 from podium.reward.math_answers.values import is_constant, symbols
+
+# ---- kinds of answers
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class Region:
     """
 
     kind: str
-    parts: tuple["Region | Node | str", ...]
+    parts: tuple["Region | Node | str", ...] = ()
     variable: str | None = None
 
 
@@ -97,140 +108,19 @@ class Words:
 
 Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Ratio | Words
 
-
+MAX_CHARACTERS = 1000
+MAX_ITEMS = 60
+MAX_SIGNS = 3
 CLOCK = re.compile(
     r"([01]?[0-9]|2[0-4])(?:\s*:\s*([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?|([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])", re.I
 )
 COLON = re.compile(r":|\s+to\s+")
-SAME_WORDS = {"dne": "doesnotexist", "thelimitdoesnotexist": "doesnotexist", "t": "true", "f": "false"}
-
-
-def amounts(text: str) -> list[Amount]:
-    """An expression, perhaps with a currency before it or a unit behind it."""
-    if match := re.fullmatch(r"([+-]?)\s*¤([A-Z]{3})\s*(.+)|(.+?)\s*¤([A-Z]{3})(.*)", text):
-        code, rest = match[2] or match[5], trimmed(match[1] + match[3] if match[2] else match[4] + " " + match[6])
-        return [Amount(each.value, tuple(_paid(code, unit) for unit in each.units)) for each in amounts(rest)]
-    if text.endswith("%") and "%" not in text[:-1]:
-        return [Amount(each.value, (PERCENT,)) for each in amounts(trimmed(text[:-1]))]
-    if match := re.fullmatch(r"(.*[0-9)}])\s*°\s*⟪?([CF])⟫?", text):
-        unit = Unit(frozenset([({"C": "celsius", "F": "fahrenheit"}[match[2]], 1)]))
-        return [Amount(each.value, (unit,)) for each in amounts(match[1])]
-    if number_and_rest := number_in_words(text.replace("⟪", " ").replace("⟫", " ")):
-        value, rest = number_and_rest
-        suffix = read_suffix(rest)
-        return [Amount(number(value * suffix[0]), tuple(suffix[1]))] if suffix else []
-    if re.fullmatch("[A-Za-z]{3,}", text):
-        return []
-    try:
-        value, end = read_beginning(text)
-    except Unreadable:
-        return []
-    rest = text[end:].strip()
-    if rest:
-        suffix = read_suffix(rest)
-        if suffix is None or (not is_constant(value) and any(unit is None or unit.things for unit in suffix[1])):
-            return []
-        return [Amount(_scaled(value, suffix[0]), tuple(suffix[1]))]
-    angle = _degrees(value)
-    return [Amount(value) if angle is None else Amount(angle, (DEGREE,)), *_letter_unit(text)]
-
-
-def _degrees(node: Node) -> Node | None:
-    """The expression without the degree sign at its end; None without that sign."""
-    if node.kind == "degrees":
-        return node.parts[0]
-    inner = _degrees(node.parts[-1]) if node.kind in ("minus", "group", "times") else None
-    return None if inner is None else Node(node.kind, (*node.parts[:-1], inner))
-
-
-def _paid(code: str, unit: Unit | None) -> Unit:
-    """An amount of money, perhaps for each of something."""
-    money = currency(code)
-    if unit is None or unit.things or unit == money:
-        return money
-    return Unit(money.dimensions | unit.dimensions, unit.size)
-
-
-def compound(text: str) -> Amount | None:
-    """`1 hour 30 minutes` or `5 ft 6 in` as one amount."""
-    plain = re.sub(r"[⟪⟫{}]|\band\b|,", " ", text)
-    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\.?\s*", plain)
-    if len(parts) < 2 or not re.fullmatch(r"\s*(?:[0-9]+(?:\.[0-9]+)?\s*[A-Za-z]+\.?\s*){2,4}", plain):
-        return None
-    read = [read_suffix(word) for _, word in parts]
-    units = [suffix[1][0] for suffix in read if suffix is not None]
-    first = units[0] if units else None
-    if (
-        len(units) < len(parts)
-        or first is None
-        or first.name not in ("length", "time", "month", "mass", "dollar", "angle")
-    ):
-        return None
-    sizes = [unit.size for unit in units if unit is not None and unit.dimensions == first.dimensions]
-    if len(sizes) < len(parts) or sizes != sorted(sizes, reverse=True) or len(set(sizes)) < len(sizes):
-        return None
-    total = sum(Fraction(value) * size for (value, _), size in zip(parts, sizes, strict=True))
-    return Amount(number(total / sizes[0]), (first,))
-
-
-def _letter_unit(text: str) -> list[Amount]:
-    """`5 m` as a length; without a space a product is more likely."""
-    if match := re.fullmatch(r"(.*[0-9}])(\s*)([mgshlJNLW](?:/[hs])?(?:\^\{?[23]\}?)?)", text):
-        suffix = read_suffix(match[3])
-        try:
-            value = read_expression(match[1])
-        except Unreadable:
-            return []
-        if suffix and suffix[1] != [None] and not any(unit and unit.things for unit in suffix[1]):
-            return [Amount(value, tuple(suffix[1]), needs_unit=not match[2])]
-    return []
-
-
-def _scaled(value: Node, factor: Fraction) -> Node:
-    return value if factor == 1 else Node("times", (value, number(factor)))
-
-
-def clock(text: str) -> Clock | None:
-    match = CLOCK.fullmatch(re.sub("[⟪⟫]", " ", text).replace("{:}", ":").strip())
-    if match is None:
-        return None
-    if match[3]:
-        hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
-        return Clock(60 * hour + int(match[2] or 0), True) if int(match[1]) <= 12 else None
-    hour = int(match[4])
-    return Clock(60 * hour + int(match[5]), hour > 12 or match[4].startswith("0"))
-
-
-def ratios(text: str) -> list[Answer]:
-    terms, signs = split_at(text, COLON)
-    if not signs or not all(terms):
-        return []
-    try:
-        return [Ratio(tuple(read_expression(term) for term in terms))]
-    except Unreadable:
-        return []
-
-
-def words(text: str) -> str:
-    """Words for comparison: small letters, no white space, no articles, no marks around them."""
-    text = re.sub(r"[⟪⟫\"'`{}]|\\", " ", text).strip().lower()
-    text = re.sub(r"^(?:[a-z]|it|this|that|he|she|they|the \w+)\s+(?:is|are|was)\s+(?!not\b)", "", text)
-    text = re.sub(r"\b(?:a|an|the)\s+(?=\w)", "", text)
-    text = squeezed(text.strip(" .,;:!"))
-    text = re.sub(r"^\(([a-z]+)\)$", r"\1", text)
-    return SAME_WORDS.get(text, text)
-
-
-MAX_CHARACTERS = 1000
-MAX_ITEMS = 60
-MAX_SIGNS = 3
-
-
 OR = re.compile(r"\s*,?\s+or\s+")
 SEPARATOR = re.compile(r"\s*(?:,\s*and\b|,\s*or\b|\band\b|\bor\b|[,;])\s*|\\\\|\\(?:quad|qquad)(?![A-Za-z])")
 SENTENCE = re.compile(
     r"⟪(?![^⟪⟫]*\b(?:not|than|between|about|least|most)\b)[^⟪⟫0-9]*\b(?:is|are|equals)\s*:?\s*⟫\s*(?=\S)"
 )
+SIGN = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|approx|cong|sim)(?![A-Za-z])|:=|[=<>]")
 IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|therefore|Longrightarrow)(?![A-Za-z])")
 SETS = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
@@ -244,6 +134,10 @@ NAMED_SETS = {
     "nosolution": "points", "nosolutions": "points", "norealsolution": "points", "norealsolutions": "points",
     "emptyset": "points", "theemptyset": "points",
 }  # fmt: skip
+SAME_WORDS = {"dne": "doesnotexist", "thelimitdoesnotexist": "doesnotexist", "t": "true", "f": "false"}
+
+
+# ---- from a text to its readings
 
 
 @lru_cache(maxsize=1024)
@@ -253,30 +147,31 @@ def readings(text: str) -> tuple[Answer, ...]:
         return (Words(text),)
     found: list[Answer] = []
     for each in dict.fromkeys((with_joined_groups(text), text)):
-        for variant in _by_signs(each):
-            found += variant
+        found += _read_with_signs(each)
     return tuple(dict.fromkeys(found))
 
 
-def _by_signs(text: str) -> list[list[Answer]]:
+def _read_with_signs(text: str) -> list[Answer]:
     r"""The readings of a text in which each `\pm` stands for both signs."""
-    signs = re.findall(r"\\(?:pm|mp)(?![A-Za-z])", text)
+    signs = SIGN.findall(text)
     if not signs:
-        return [_read(text)]
+        return _read(text)
     if len(signs) > MAX_SIGNS:
-        return [[Words(text)]]
-    together = [_with_signs(text, [sign * (1 if each == r"\pm" else -1) for each in signs]) for sign in (1, -1)]
-    found: list[list[Answer]] = [[Items("list", tuple(_first(each) for each in together))]]
-    if len(signs) > 1 and r"\mp" not in signs:
-        apart = [[1 if choice >> place & 1 else -1 for place in range(len(signs))] for choice in range(2 ** len(signs))]
-        found.append([Items("list", tuple(_first(_with_signs(text, choice)) for choice in apart))])
+        return [Words(text)]
+    together = [["+" if (sign == "pm") == is_upper else "-" for sign in signs] for is_upper in (True, False)]
+    found: list[Answer] = [_with_signs(text, together)]
+    if len(signs) > 1 and "mp" not in signs:
+        found.append(_with_signs(text, [choice[::-1] for choice in product("-+", repeat=len(signs))]))
     return found
 
 
-def _with_signs(text: str, signs: list[int]) -> str:
-    chosen = iter(signs)
-    text = re.sub(r"\\(?:pm|mp)(?![A-Za-z])", lambda _: " + " if next(chosen) > 0 else " - ", text)
-    return trimmed(text)
+def _with_signs(text: str, choices: Sequence[Sequence[str]]) -> Items:
+    """The list of the answers that the text gives with each choice of signs."""
+    texts = []
+    for choice in choices:
+        signs = iter(choice)
+        texts.append(SIGN.sub(lambda _, signs=signs: f" {next(signs)} ", text))
+    return Items("list", tuple(map(_first, texts)))
 
 
 def _first(text: str) -> Answer:
@@ -290,45 +185,19 @@ def _read(text: str) -> list[Answer]:
         text = trimmed(split_at(text, IMPLIES)[0][-1])
     if match := SENTENCE.match(text):
         text = trimmed(text[match.end() :])
-    if long := compound(text):
+    if long := _compound(text):
         return [long]
-    if time := clock(text):
-        return [time, *ratios(text)]
+    if time := _clock(text):
+        return [time, *_ratios(text)]
     if (match := MODULUS.search(text)) and not text[match.end() :].strip(" )"):
         return _congruence(text[: match.start()], match)
     alternatives, _ = split_at(text, OR)
-    if len(alternatives) > 1 and any(
-        re.search(r"[<>]|\\[lg]e(?![A-Za-z])|\\in(?![A-Za-z])", part) for part in alternatives
-    ):
+    if len(alternatives) > 1 and any(re.search(r"[<>]|\\(?:[lg]e|in)(?![A-Za-z])", part) for part in alternatives):
         return [_joined("union", [_first(part) for part in alternatives]) or Words(words(" or ".join(alternatives)))]
     parts, _ = split_at(text, SEPARATOR)
     if 1 < len(parts) <= MAX_ITEMS and all(parts):
-        return _several(text, parts)
+        return [_several(text, parts)]
     return _single(text)
-
-
-def _several(text: str, parts: list[str]) -> list[Answer]:
-    """Parts between commas, `and` and `or`: a list, or inequalities that hold together."""
-    members = [_first(part) for part in parts]
-    if (joined := _joined("both", members)) and all(
-        isinstance(each, Region) and each.kind in ("where", "both", "minus") for each in members
-    ):
-        return [joined]
-    name, sides = "", split_at(parts[0], RELATION)
-    if sides[1] in (["="], [r"\in"]) and is_name(sides[0][0]) and not any(isinstance(m, Equation) for m in members[1:]):
-        name = sides[0][0]  # x = 2, 3
-        members[0] = _first(sides[0][1])
-    plain = [each for each in members if isinstance(each, Words)]
-    if plain and not name and len(plain) < len(members):
-        return [Words(words(text))]
-    return [Items("list", tuple(members))]
-
-
-def _joined(kind: str, members: list[Any]) -> Region | None:
-    """The union or intersection of sets; None if a member is no set."""
-    if not all(isinstance(each, Region) for each in members):
-        return None
-    return Region(kind, tuple(members), next((each.variable for each in members if each.variable), None))
 
 
 def _unwrapped(text: str) -> str:
@@ -349,6 +218,27 @@ def _is_closed(text: str) -> bool:
     return len(text) > 1 and len(split_at(text[:-1] + " ", re.compile(r"(?<=.).(?=\s*$)", re.DOTALL))[0]) == 1
 
 
+def _several(text: str, parts: list[str]) -> Answer:
+    """Parts between commas, `and` and `or`: a list, or inequalities that hold together."""
+    members = [_first(part) for part in parts]
+    are_relations = all(isinstance(each, Region) and each.kind in ("where", "both", "minus") for each in members)
+    if are_relations and (joined := _joined("both", members)):
+        return joined
+    name, sides = "", split_at(parts[0], RELATION)
+    if sides[1] in (["="], [r"\in"]) and is_name(sides[0][0]) and not any(isinstance(m, Equation) for m in members[1:]):
+        name = sides[0][0]  # x = 2, 3
+        members[0] = _first(sides[0][1])
+    num_words = sum(isinstance(each, Words) for each in members)
+    return Words(words(text)) if not name and 0 < num_words < len(members) else Items("list", tuple(members))
+
+
+def _joined(kind: str, members: Sequence[Answer]) -> Region | None:
+    """The union or intersection of sets; None if a member is no set."""
+    regions = [each for each in members if isinstance(each, Region)]
+    variable = next((each.variable for each in regions if each.variable), None)
+    return Region(kind, tuple(regions), variable) if len(regions) == len(members) else None
+
+
 def _single(text: str) -> list[Answer]:
     """The readings of a text that is no list."""
     if special := _sets(text):
@@ -359,9 +249,112 @@ def _single(text: str) -> list[Answer]:
     if bracket := _bracketed(text):
         return [bracket]
     if (match := MATRIX.fullmatch(text)) and match[1] != "vmatrix":
-        return _matrix(match[2])
-    found: list[Answer] = [*amounts(text), *ratios(text)]
+        rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(match[2]), re.compile(r"\\\\"))[0] if row]
+        return [Items("matrix", tuple(Items("row", tuple(map(_first, row))) for row in rows))]
+    found: list[Answer] = [*_amounts(text), *_ratios(text)]
     return found or [Words(words(text), text)]
+
+
+def words(text: str) -> str:
+    """Words for comparison: small letters, no white space, no articles, no marks around them."""
+    text = re.sub(r"[⟪⟫\"'`{}]|\\", " ", text).strip().lower()
+    text = re.sub(r"^(?:[a-z]|it|this|that|he|she|they|the \w+)\s+(?:is|are|was)\s+(?!not\b)", "", text)
+    text = re.sub(r"\b(?:a|an|the)\s+(?=\w)", "", text)
+    text = squeezed(text.strip(" .,;:!"))
+    text = re.sub(r"^\(([a-z]+)\)$", r"\1", text)
+    return SAME_WORDS.get(text, text)
+
+
+# ---- amounts, times, ratios
+
+
+def _amounts(text: str) -> list[Amount]:
+    """An expression, perhaps with a currency before it or a unit behind it."""
+    if match := re.fullmatch(r"([+-]?)\s*¤([A-Z]{3})\s*(.+)|(.+?)\s*¤([A-Z]{3})(.*)", text):
+        code, rest = match[2] or match[5], trimmed(match[1] + match[3] if match[2] else match[4] + " " + match[6])
+        return [Amount(each.value, tuple(_paid(code, unit) for unit in each.units)) for each in _amounts(rest)]
+    if text.endswith("%") and "%" not in text[:-1]:
+        return [Amount(each.value, (PERCENT,)) for each in _amounts(trimmed(text[:-1]))]
+    if match := re.fullmatch(r"(.*[0-9)}])\s*°\s*⟪?([CF])⟫?", text):
+        unit = Unit(frozenset([({"C": "celsius", "F": "fahrenheit"}[match[2]], 1)]))
+        return [Amount(each.value, (unit,)) for each in _amounts(match[1])]
+    if number_and_rest := number_in_words(text.replace("⟪", " ").replace("⟫", " ")):
+        value, rest = number_and_rest
+        suffix = read_suffix(rest)
+        return [Amount(number(value * suffix[0]), tuple(suffix[1]))] if suffix else []
+    if re.fullmatch("[A-Za-z]{3,}", text):
+        return []
+    try:
+        value, end = read_beginning(text)
+    except Unreadable:
+        return []
+    if not text[end:].strip():
+        angle = _degrees(value)
+        return [Amount(value) if angle is None else Amount(angle, (DEGREE,)), *_letter_unit(text)]
+    suffix = read_suffix(text[end:].strip())
+    if suffix is None or (not is_constant(value) and any(unit is None or unit.things for unit in suffix[1])):
+        return []
+    factor, units = suffix
+    return [Amount(value if factor == 1 else Node("times", (value, number(factor))), tuple(units))]
+
+
+def _degrees(node: Node) -> Node | None:
+    """The expression without the degree sign at its end; None without that sign."""
+    if node.kind == "degrees":
+        return node.parts[0]
+    inner = _degrees(node.parts[-1]) if node.kind in ("minus", "group", "times") else None
+    return None if inner is None else Node(node.kind, (*node.parts[:-1], inner))
+
+
+def _paid(code: str, unit: Unit | None) -> Unit:
+    """An amount of money, perhaps for each of something."""
+    money = currency(code)
+    if unit is None or unit.things or unit == money:
+        return money
+    return Unit(money.dimensions | unit.dimensions, unit.size)
+
+
+def _letter_unit(text: str) -> list[Amount]:
+    """`5 m` as a length; without a space a product is more likely."""
+    match = re.fullmatch(r"(.*[0-9}])(\s*)([mgshlJNLW](?:/[hs])?(?:\^\{?[23]\}?)?)", text)
+    suffix, value = (read_suffix(match[3]), read_expressions([match[1]])) if match else (None, None)
+    if match and suffix and value and suffix[1] != [None] and not any(unit and unit.things for unit in suffix[1]):
+        return [Amount(value[0], tuple(suffix[1]), needs_unit=not match[2])]
+    return []
+
+
+def _compound(text: str) -> Amount | None:
+    """`1 hour 30 minutes` or `5 ft 6 in` as one amount."""
+    plain = re.sub(r"[⟪⟫{}]|\band\b|,", " ", text)
+    if not re.fullmatch(r"\s*(?:[0-9]+(?:\.[0-9]+)?\s*[A-Za-z]+\.?\s*){2,4}", plain):
+        return None
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\.?\s*", plain)
+    units = [suffix[1][0] if (suffix := read_suffix(word)) else None for _, word in parts]
+    first = units[0]
+    if first is None or first.name not in ("length", "time", "month", "mass", "dollar", "angle"):
+        return None
+    sizes = [unit.size for unit in units if unit is not None and unit.dimensions == first.dimensions]
+    if len(sizes) < len(parts) or sizes != sorted(set(sizes), reverse=True):
+        return None
+    total = sum(Fraction(value) * size for (value, _), size in zip(parts, sizes, strict=True))
+    return Amount(number(total / sizes[0]), (first,))
+
+
+def _clock(text: str) -> Clock | None:
+    match = CLOCK.fullmatch(re.sub("[⟪⟫]", " ", text).replace("{:}", ":").strip())
+    if match is None:
+        return None
+    if match[3]:
+        hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
+        return Clock(60 * hour + int(match[2] or 0), True) if int(match[1]) <= 12 else None
+    hour = int(match[4])
+    return Clock(60 * hour + int(match[5]), hour > 12 or match[4].startswith("0"))
+
+
+def _ratios(text: str) -> list[Answer]:
+    terms, signs = split_at(text, COLON)
+    nodes = read_expressions(terms) if signs and all(terms) else None
+    return [Ratio(tuple(nodes))] if nodes else []
 
 
 # ---- sets and brackets
@@ -370,9 +363,9 @@ def _single(text: str) -> list[Answer]:
 def _sets(text: str) -> Region | None:
     """A named set, or one made of others."""
     if kind := NAMED_SETS.get(words(text)):
-        return Region(kind, ())
+        return Region(kind)
     if re.fullmatch(r"\\emptyset\s*|⦃\s*⦄", text):
-        return Region("points", ())
+        return Region("points")
     parts, signs = split_at(text, SETS)
     if not signs or not all(parts):
         return None
@@ -389,8 +382,10 @@ def as_region(answer: Answer) -> Region | None:
     """An interval or a finite set as a set of numbers."""
     if isinstance(answer, Region):
         return answer
-    if isinstance(answer, Items) and all(isinstance(each, Amount) for each in answer.items):
+    if isinstance(answer, Items):
         values = [each.value for each in answer.items if isinstance(each, Amount)]
+        if len(values) < len(answer.items):
+            return None
         if answer.kind in ("set", "list"):
             return Region("points", tuple(values))
         if len(values) == 2 and answer.kind in ("()", "[]", "(]", "[)"):
@@ -403,24 +398,17 @@ def _bracketed(text: str) -> Answer | None:
     if text[:1] not in ("(", "[", "⦃", "⟨") or text[-1:] not in (")", "]", "⦄", "⟩") or not _is_closed(text):
         return None
     kind, inner = text[0] + text[-1], trimmed(text[1:-1])
-    parts, _ = split_at(inner, re.compile(r"\s*[,;]\s*"))
     if kind == "⦃⦄":
         described, bars = split_at(inner, re.compile(r"\||:"))
         if len(bars) == 1:
             return _first(described[1])  # { x | x > 3 }
-        parts, _ = split_at(inner, SEPARATOR)
-        return Items("set", tuple(_first(part) for part in parts))
+        return Items("set", tuple(map(_first, split_at(inner, SEPARATOR)[0])))
+    parts, _ = split_at(inner, re.compile(r"\s*[,;]\s*"))
     if not 1 < len(parts) <= MAX_ITEMS or not all(parts):
         return None
-    found = Items(kind, tuple(_first(part) for part in parts))
-    if len(parts) == 2 and (kind in ("(]", "[)") or r"\infty" in inner):
-        return as_region(found)
-    return found
-
-
-def _matrix(inside: str) -> list[Answer]:
-    rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(inside), re.compile(r"\\\\"))[0] if row]
-    return [Items("matrix", tuple(Items("row", tuple(map(_first, row))) for row in rows))]
+    found = Items(kind, tuple(map(_first, parts)))
+    is_interval = len(parts) == 2 and (kind in ("(]", "[)") or r"\infty" in inner)
+    return as_region(found) if is_interval else found
 
 
 # ---- relations
@@ -438,24 +426,16 @@ def _related(sides: list[str], relations: list[str]) -> list[Answer]:
         return [Equation(tuple(sides))] if len(sides) > 1 else _read(sides[0]) if sides else [Words("")]
     if r"\equiv" in relations or not all(sides):
         return [Words(words(" ".join(sides)))]
-    unread: list[Answer] = [
-        Words(squeezed("".join(side + sign for side, sign in zip(sides, [*relations, ""], strict=True))))
-    ]
-    try:
-        nodes = [read_expression(side) for side in sides]
-    except Unreadable:
-        return unread
-    names = frozenset[str]().union(*map(symbols, nodes))
-    if len(names) == 1:
-        where = [
-            Region("where", (nodes[place], relation, nodes[place + 1]), *names)
-            for place, relation in enumerate(relations)
-        ]
+    nodes = read_expressions(sides)
+    names = frozenset[str]().union(*map(symbols, nodes or []))
+    if nodes and len(names) == 1:
+        pairs = zip(pairwise(nodes), relations, strict=True)
+        where = [Region("where", (left, relation, right), *names) for (left, right), relation in pairs]
         return [where[0] if len(where) == 1 else Region("both", tuple(where), *names)]
-    if len(relations) == 1 and relations[0] != r"\ne":
+    if nodes and len(relations) == 1 and relations[0] != r"\ne":
         low, high = nodes if relations[0] in ("<", r"\le") else nodes[::-1]
-        return [Inequality(Node("add", (low, Node("minus", (high,)))), relations[0] in "<>")]
-    return unread
+        return [Inequality(difference(low, high), relations[0] in "<>")]
+    return [Words(squeezed("".join(side + sign for side, sign in zip(sides, [*relations, ""], strict=True))))]
 
 
 def is_name(text: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from podium.reward.math_answers.expressions import Node, Unreadable, number, read_expression
+from podium.reward.math_answers.expressions import Node, difference, number, read_expressions
 from podium.reward.math_answers.readings import (
     Amount,
     Answer,
@@ -77,22 +77,15 @@ def _is_same(mine: str, wanted: str) -> bool:
     mine_read, wanted_read = _alone(readings(mine)), _alone(readings(wanted))
     if any(_same(one, other) for other in wanted_read for one in mine_read):
         return True
-    return _is_unread(mine_read, wanted_read) and verified(mine, wanted)
+    is_unread = any(isinstance(side[0], Words) and "\\" in side[0].source for side in (mine_read, wanted_read))
+    return is_unread and verified(mine, wanted)  # a notation that was not read, and more than words
 
 
 def _alone(found: tuple[Answer, ...]) -> list[Answer]:
     """The readings, with the only answer of each set or list that has a single one."""
-    several = [
-        _distinct(_values(list(each.items)))
-        for each in found
-        if isinstance(each, Items) and each.kind in ("set", "list")
-    ]
-    return [*found, *(items[0] for items in several if len(items) == 1)]
-
-
-def _is_unread(*sides: list[Answer]) -> bool:
-    """Whether one of the answers is in a notation that was not read and is more than words."""
-    return any(isinstance(side[0], Words) and "\\" in side[0].source for side in sides)
+    several = [each.items for each in found if isinstance(each, Items) and each.kind in ("set", "list")]
+    distinct = [_distinct(_values(list(items))) for items in several]
+    return [*found, *(items[0] for items in distinct if len(items) == 1)]
 
 
 def _by_choice(mine: str, wanted: str) -> bool | None:
@@ -145,20 +138,20 @@ def _same(one: Answer, other: Answer) -> bool:
 
 
 def _same_amount(one: Amount, other: Amount) -> bool:
-    return any(
-        _same_quantity(one, mine, other, wanted) for mine in one.units or (None,) for wanted in other.units or (None,)
-    )
+    return any(_same_quantity(one, mine, other, wanted) for mine in one.units for wanted in other.units)
 
 
 def _same_quantity(one: Amount, mine: Unit | None, other: Amount, wanted: Unit | None) -> bool:
     if mine is None or wanted is None:
         if one.needs_unit or other.needs_unit:
             return False
+        if same_value(one.value, other.value):
+            # 17 may lack only the sign of 17 %, but 0.17 % is not 0.17.
+            size = number_of(one.value) if mine is not None and mine.name == "percent" else None
+            if size is None or abs(size) > 1:
+                return True
         bare, measured, unit = (one.value, other.value, wanted) if mine is None else (other.value, one.value, mine)
-        is_percent_too_small = mine is not None and mine.name == "percent" and _is_at_most_1(one.value)
-        return (same_value(bare, measured) and not is_percent_too_small) or (
-            unit is not None and unit.name in ("percent", "angle") and same_value(bare, _in_base(measured, unit))
-        )
+        return unit is not None and unit.name in ("percent", "angle") and same_value(bare, _in_base(measured, unit))
     if mine.things or wanted.things:
         is_same = mine.things <= wanted.things or wanted.things <= mine.things
         return is_same and bool(mine.things and wanted.things) and same_value(one.value, other.value)
@@ -171,12 +164,6 @@ def _same_quantity(one: Amount, mine: Unit | None, other: Amount, wanted: Unit |
     if mine.size == wanted.size:
         return same_value(one.value, other.value)
     return same_value(_times(one.value, mine.size), _times(other.value, wanted.size))
-
-
-def _is_at_most_1(value: Node) -> bool:
-    """Whether a percentage is too small to lack only its sign: 17 may be 17 %, but 0.17 is not 0.17 %."""
-    number = number_of(value)
-    return number is not None and abs(number) <= 1
 
 
 def _in_base(value: Node, unit: Unit) -> Node:
@@ -221,8 +208,8 @@ def _same_congruence(one: Congruence, other: Answer) -> bool:
 def _is_multiple(left: Answer, right: Answer, modulus: Node) -> bool:
     if not isinstance(left, Amount) or not isinstance(right, Amount):
         return False
-    difference = Node("over", (Node("add", (left.value, Node("minus", (right.value,)))), modulus))
-    return same_value(difference, Node("floor", (difference,)))
+    multiple = Node("over", (difference(left.value, right.value), modulus))
+    return same_value(multiple, Node("floor", (multiple,)))
 
 
 # ---- several
@@ -286,10 +273,8 @@ def _values(items: list[Answer]) -> list[Answer]:
     """The values of equations with the same name in front: `x = 2`, `x = 3` are 2 and 3."""
     names = [each.sides[0] if isinstance(each, Equation) and is_name(each.sides[0]) else "" for each in items]
     if len(set(names) - {""}) == 1 or not any(names):
-        return [
-            _value(each) if isinstance(each, Equation) and name else each
-            for each, name in zip(items, names, strict=True)
-        ]
+        pairs = zip(items, names, strict=True)
+        return [_value(each) if isinstance(each, Equation) and name else each for each, name in pairs]
     return items
 
 
@@ -354,26 +339,17 @@ def _is_of_a_function(name: str) -> bool:
     return name == "y" or re.fullmatch(r"[fgh]\([a-z]\)", name) is not None
 
 
-def _nodes(sides: tuple[str, ...]) -> list[Node] | None:
-    try:
-        return [read_expression(side) for side in sides]
-    except Unreadable:
-        return None
-
-
 def _is_identity(equation: Equation) -> bool:
-    nodes = _nodes(equation.sides)
+    nodes = read_expressions(equation.sides)
     return nodes is not None and all(same_value(nodes[0], each) for each in nodes[1:])
 
 
 def _is_consistent(equation: Equation) -> bool:
     """Whether each constant side between the first and the last equals the last side."""
     last = readings(equation.sides[-1])
-    for side in equation.sides[1:-1]:
-        for each in readings(side)[:1]:
-            if isinstance(each, Amount) and is_constant(each.value) and not any(_same(each, end) for end in last):
-                return False
-    return True
+    between = [readings(side)[0] for side in equation.sides[1:-1]]
+    constants = [each for each in between if isinstance(each, Amount) and is_constant(each.value)]
+    return all(any(_same(each, end) for end in last) for each in constants)
 
 
 def _gives_a_value(equation: Equation) -> bool:
@@ -390,10 +366,10 @@ def _gives_a_value(equation: Equation) -> bool:
 
 def _same_curve(one: Equation, other: Equation, names: list[str]) -> bool:
     """Whether one equation is a multiple of the other, or solves it for a name."""
-    mine, wanted = _nodes(one.sides), _nodes(other.sides)
+    mine, wanted = read_expressions(one.sides), read_expressions(other.sides)
     if mine is None or wanted is None or len(mine) != 2 or len(wanted) != 2:
         return False
-    differences = [Node("add", (left, Node("minus", (right,)))) for left, right in (mine, wanted)]
+    differences = [difference(left, right) for left, right in (mine, wanted)]
     if same_equation(differences[0], differences[1]):
         return True
     if names[0] in symbols(differences[1]) and not is_constant(mine[1]):
@@ -474,14 +450,13 @@ def _holds(region: Region, point: Any) -> bool:
             at_low = not _is_near(low, point) or brackets[0] == "["
             return at_low and (not _is_near(high, point) or brackets[1] == "]")
         return bool(low < point < high)
+    if region.kind == "where":
+        left, relation, right = parts
+        return _relates(left, relation, right, point)
+    holds = (_holds(part, point) for part in parts)
     if region.kind == "union":
-        return any(_holds(part, point) for part in parts)
-    if region.kind == "both":
-        return all(_holds(part, point) for part in parts)
-    if region.kind == "minus":
-        return _holds(parts[0], point) and not _holds(parts[1], point)
-    left, relation, right = parts
-    return _relates(left, relation, right, point)
+        return any(holds)
+    return all(holds) if region.kind == "both" else next(holds) and not next(holds)
 
 
 def _relates(left: Node, relation: str, right: Node, point: Any) -> bool:
@@ -496,12 +471,10 @@ def _relates(left: Node, relation: str, right: Node, point: Any) -> bool:
         return False
     if abs(one.imag) > NEAR or abs(other.imag) > NEAR:
         return False
-    difference = one.real - other.real
-    if abs(difference) < NEAR * max(1, abs(other)):
+    apart = one.real - other.real
+    if abs(apart) < NEAR * max(1, abs(other)):
         return relation in (r"\le", r"\ge")
-    if relation == r"\ne":
-        return True
-    return bool(difference < 0) == (relation in ("<", r"\le"))
+    return relation == r"\ne" or bool(apart < 0) == (relation in ("<", r"\le"))
 
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off

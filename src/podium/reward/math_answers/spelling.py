@@ -7,7 +7,7 @@ are `⦃…⦄`, digits in groups of three are joined, and a currency is `¤` wi
 import re
 from itertools import pairwise
 
-from podium.reward.answers.numbers import WIDE
+from podium.reward.scoring.verifiers import WIDE
 
 SIGNS = str.maketrans(
     {
@@ -150,11 +150,8 @@ def _as_text(match: re.Match[str]) -> str:
 def trimmed(text: str) -> str:
     """Without surrounding punctuation; the dots of an endless decimal stay."""
     text = re.sub(r"\s+", " ", text).lstrip(" ;:=*,")
-    return (
-        re.sub(r"([0-9])(\.\.\.)?[ .;:=*,]*$", r"\1\2", text).rstrip(" ;:=*,")
-        if re.search(r"[0-9]\.\.\.[ .;:=*,]*$", text)
-        else text.rstrip(" .;:=*,")
-    )
+    endless = re.fullmatch(r"(.*[0-9]\.\.\.)[ .;:=*,]*", text)
+    return endless[1] if endless else text.rstrip(" .;:=*,")
 
 
 def squeezed(text: str) -> str:

@@ -33,7 +33,9 @@ SIZES = {  # dimension: unit: (size, names)
         "604800": "week wk",
     },
     "month": {"1": "month", "12": "year yr", "120": "decade", "1200": "century centuries"},
-    "volume": {"1/1000": "ml milliliter millilitre", "1": "l liter litre", "3.785411784": "gallon gal"},
+    "cubic length": {
+        "1/1000000": "ml milliliter millilitre", "1/1000": "l liter litre", "0.003785411784": "gallon gal",
+    },
     "dollar": {"1": "dollar usd buck", "1/100": "cent"},
     "euro": {"1": "euro eur"},
     "sterling": {"1": "gbp quid sterling", "1/100": "penny pence"},
@@ -125,7 +127,8 @@ def read_suffix(suffix: str) -> tuple[Fraction, list[Unit | None]] | None:
 
 def _known(tokens: list[str]) -> list[Unit] | None:
     """The units of `m / s ^ 2` or `square miles per hour`; `pounds` has two."""
-    tokens = [part for token in tokens for part in _parts(token)]
+    spelled = [COMPOUNDS.get(token.lower(), token) for token in tokens]
+    tokens = [part for token in spelled for part in re.findall(r"[A-Za-z%]+|[0-9]+|[/^]", token) or [token]]
     if [_singular(token) for token in tokens] == ["pound"]:
         return [Unit(frozenset([("mass", 1)]), Fraction("453.59237")), currency("GBP")]
     powers: dict[str, int] = {}
@@ -142,16 +145,14 @@ def _known(tokens: list[str]) -> list[Unit] | None:
         elif found := _lookup(token):
             power, at = _power(tokens, at)
             power = sign * (power if power != 1 else pending)
-            powers[found[0]] = powers.get(found[0], 0) + power
+            name, width = ("length", 3) if found[0] == "cubic length" else (found[0], 1)
+            powers[name] = powers.get(name, 0) + width * power
             size *= found[1] ** power
             pending = 1
         else:
             return None
-    return [Unit(_as_cubes(powers), size * _cubes(powers))] if powers else None
-
-
-def _parts(token: str) -> list[str]:
-    return re.findall(r"[A-Za-z%]+|[0-9]+|[/^]", COMPOUNDS.get(token.lower(), token)) or [token]
+    dimensions = frozenset((name, power) for name, power in powers.items() if power)
+    return [Unit(dimensions, size)] if powers else None
 
 
 def _power(tokens: list[str], at: int) -> tuple[int, int]:
@@ -168,17 +169,6 @@ def _lookup(token: str) -> tuple[str, Fraction] | None:
     """A unit by its name: in its own spelling, in small letters, without the ending of a plural."""
     small = token.lower()
     return UNITS.get(token) or UNITS.get(small) or (UNITS.get(small.removesuffix("s")) if len(small) > 2 else None)
-
-
-def _as_cubes(powers: dict[str, int]) -> frozenset[tuple[str, int]]:
-    """A litre is a cube of length."""
-    powers = {**powers}
-    powers["length"] = powers.get("length", 0) + 3 * powers.pop("volume", 0)
-    return frozenset((name, power) for name, power in powers.items() if power)
-
-
-def _cubes(powers: dict[str, int]) -> Fraction:
-    return Fraction(1, 1000) ** powers.get("volume", 0)
 
 
 def _singular(word: str) -> str:

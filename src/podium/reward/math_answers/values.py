@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -18,22 +17,32 @@ from typing import Any
 
 import mpmath
 
-from podium.reward.math_answers.expressions import Node, number
+from podium.reward.math_answers.expressions import Node, difference, number
 
 DIGITS = 50
+MAX_DIGITS = 3000
 ROUGH_DIGITS = 25
 LIMIT_DIGITS = 80
 MOST_TERMS = 512
 MAX_BITS = 100_000
 MAX_ROUNDED_BITS = 10_000
+LARGE_BITS = 80
+"""Numbers with more bits than this in their integer part are computed with more digits."""
 MAX_WORK = 1_000_000
 """Limit of one comparison, in steps of about a microsecond."""
 ROUGH_WORK = 100_000
 """Cost of a numerical method of mpmath, in addition to the values that it asks for."""
 MAX_FACTORIAL = 5000
 MAX_TERMS = 3000
-Value = Any  # a Fraction, or a number of mpmath
+TRIALS = 6
+"""Points at which expressions with symbols are compared; at the last two points symbols may be negative."""
+NEGATIVE_TRIALS = 2
+ROUNDED_PLACES = 6
+"""A decimal with at least this many places may stand for a number that has no finite decimal."""
 CONSTANTS = {"pi", "e", "i", "infty"}
+BINDING = {"sum", "product", "integral", "limit"}
+DISCRETE = {"sum", "product", "factorial", "binomial", "gcd", "lcm"}
+Value = Any  # a Fraction, or a number of mpmath
 
 
 class NoValue(ArithmeticError):
@@ -42,6 +51,9 @@ class NoValue(ArithmeticError):
 
 class TooCostly(NoValue):
     """The comparison has used up its budget."""
+
+
+ERRORS = (NoValue, ArithmeticError, ValueError, TypeError, KeyError, RecursionError)
 
 
 class Budget:
@@ -62,16 +74,13 @@ def context(digits: int) -> Any:
     return made
 
 
-def rounded(value: Value, mp: Any) -> Any:
-    """The value as a number of mpmath."""
-    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-
 class Evaluator:
     """Values of expressions at one point."""
 
     def __init__(self, values: dict[str, Value], digits: int = DIGITS) -> None:
         self.values = values
+        self.results: tuple[Value, ...] = ()
+        """The values of the expressions that are compared: see `sample`."""
         self.mp = context(digits)
         self.budget = BUDGET.get(None) or Budget()
         self.is_rough = False
@@ -87,8 +96,10 @@ class Evaluator:
             value = FUNCTIONS[node.kind](self, self.real(self(node.parts[0])))
         elif node.kind in OPERATIONS:
             value = OPERATIONS[node.kind](self, *map(self, node.parts))
+        elif method := getattr(self, f"_{node.kind}", None):
+            value = method(*node.parts)
         else:
-            value = getattr(self, f"_{node.kind}", _none)(*node.parts)
+            raise NoValue("not an operation")
         return self.checked(value)
 
     def spend(self, work: float) -> None:
@@ -102,27 +113,22 @@ class Evaluator:
             self.spend((bits / 100) ** 1.5)
             if bits > MAX_BITS:
                 raise NoValue("too large")
-        else:
-            self.spend(30 + self.mp.dps / 10)
-            if self.mp.isnan(value):
-                raise NoValue("not a number")
-            if not self.mp.isinf(value) and value:
-                self.largest = max(self.largest, int(self.mp.mag(value)))
-                if self.largest > MAX_ROUNDED_BITS:
-                    raise NoValue("too large")
+            return value
+        self.spend(30 + self.mp.dps / 10)
+        if self.mp.isnan(value):
+            raise NoValue("not a number")
+        if not self.mp.isinf(value) and value:
+            self.largest = max(self.largest, int(self.mp.mag(value)))
+            if self.largest > MAX_ROUNDED_BITS:
+                raise NoValue("too large")
         return value
 
     def real(self, value: Value) -> Any:
-        return rounded(value, self.mp)
+        """The value as a number of mpmath."""
+        return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
-    @contextmanager
-    def roughly(self, digits: int) -> Iterator[Any]:
-        """Computes with other digits, by a method that is not exact."""
-        before, self.mp, self.is_rough = self.mp, context(digits), True
-        try:
-            yield self.mp
-        finally:
-            self.mp = before
+    def is_negative(self, value: Any) -> bool:
+        return self.mp.im(value) == 0 and self.mp.re(value) < 0
 
     def integer(self, value: Value) -> int:
         if isinstance(value, Fraction) and value.denominator == 1:
@@ -140,6 +146,15 @@ class Evaluator:
             total = self.checked(combine(*self.both(total, value)))
         return total
 
+    @contextmanager
+    def roughly(self, digits: int) -> Iterator[Any]:
+        """Computes with other digits, by a method that is not exact."""
+        before, self.mp, self.is_rough = self.mp, context(digits), True
+        try:
+            yield self.mp
+        finally:
+            self.mp = before
+
     # ---- nodes whose parts are not values
 
     def _number(self, value: Fraction, _decimals: int | None) -> Value:
@@ -148,9 +163,7 @@ class Evaluator:
     def _symbol(self, name: str) -> Value:
         if name in self.values:
             return self.values[name]
-        if name == "i":
-            return self.mp.mpc(0, 1)
-        return +{"pi": self.mp.pi, "e": self.mp.e, "infty": self.mp.inf}[name]
+        return +{"i": self.mp.mpc(0, 1), "pi": self.mp.pi, "e": self.mp.e, "infty": self.mp.inf}[name]
 
     def bound(self, variable: str, value: Value, body: Node) -> Value:
         before = self.values
@@ -221,12 +234,8 @@ class Evaluator:
         for column, cell in enumerate(cells[:size]):
             rest = [each for place, each in enumerate(cells) if place >= size and place % size != column]
             term = Node("times", (cell, Node("determinant", tuple(rest))))
-            total = Node("add", (total, Node("minus", (term,)) if column % 2 else term))
+            total = difference(total, term) if column % 2 else Node("add", (total, term))
         return self(total)
-
-
-def _none(*_: Any) -> Value:
-    raise NoValue("not an operation")
 
 
 # ---- operations on values
@@ -245,15 +254,13 @@ def _power(evaluator: Evaluator, base: Value, exponent: Value) -> Value:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator <= 64:
         if exponent.denominator == 1:
             return _exact_power(base, int(exponent))
-        if base < 0:
-            evaluator.left_reals = True
+        evaluator.left_reals |= base < 0
         if (root := _exact_root(base, exponent.denominator)) is not None:
             return _power(evaluator, root, Fraction(exponent.numerator))
     mp, base, exponent = evaluator.mp, evaluator.real(base), evaluator.real(exponent)
     if base == 0:
         return base
-    if mp.im(base) == 0 and mp.re(base) < 0 and exponent != int(mp.re(exponent)):
-        evaluator.left_reals = True
+    evaluator.left_reals |= evaluator.is_negative(base) and exponent != int(mp.re(exponent))
     if abs(exponent * mp.log(abs(base))) > MAX_ROUNDED_BITS:
         raise NoValue("too large")
     return mp.power(base, exponent)
@@ -271,20 +278,20 @@ def _root(evaluator: Evaluator, value: Value, degree: Value) -> Value:
         raise NoValue("a root of no degree")
     if isinstance(value, Fraction) and (root := _exact_root(value, int(degree))) is not None:
         return root
-    mp, value = evaluator.mp, evaluator.real(value)
-    if mp.im(value) == 0 and mp.re(value) < 0:
+    value = evaluator.real(value)
+    if evaluator.is_negative(value):
         if degree % 2:
-            return -mp.root(-value, int(degree))
+            return -evaluator.mp.root(-value, int(degree))
         evaluator.left_reals = True
-    return mp.root(value, int(degree))
+    return evaluator.mp.root(value, int(degree))
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
     """The root, if it is rational."""
     if value < 0:
         return None
-    tops = [_integer_root(part, degree) for part in (value.numerator, value.denominator)]
-    return None if None in tops else Fraction(tops[0] or 0, tops[1] or 1)
+    top, bottom = (_integer_root(part, degree) for part in (value.numerator, value.denominator))
+    return None if top is None or bottom is None else Fraction(top, bottom)
 
 
 def _integer_root(value: int, degree: int) -> int | None:
@@ -298,14 +305,13 @@ def _integer_root(value: int, degree: int) -> int | None:
 
 
 def _factorial(evaluator: Evaluator, value: Value) -> Value:
-    if isinstance(value, Fraction) and value.denominator == 1:
-        if not 0 <= value <= MAX_FACTORIAL:
-            raise NoValue("too large a factorial")
-        evaluator.spend(int(value) * 4)
-        return Fraction(factorial(int(value)))
-    if abs(value) > MAX_FACTORIAL:
+    is_integer = isinstance(value, Fraction) and value.denominator == 1
+    if abs(value) > MAX_FACTORIAL or (is_integer and value < 0):
         raise NoValue("too large a factorial")
-    return evaluator.mp.gamma(evaluator.real(value) + 1)
+    if not is_integer:
+        return evaluator.mp.gamma(evaluator.real(value) + 1)
+    evaluator.spend(int(value) * 4)
+    return Fraction(factorial(int(value)))
 
 
 def _binomial(evaluator: Evaluator, top: Value, bottom: Value) -> Value:
@@ -320,8 +326,7 @@ def _ln(evaluator: Evaluator, value: Value) -> Value:
     value = evaluator.real(value)
     if value == 0:
         raise NoValue("the logarithm of zero")
-    if evaluator.mp.im(value) == 0 and evaluator.mp.re(value) < 0:
-        evaluator.left_reals = True
+    evaluator.left_reals |= evaluator.is_negative(value)
     return evaluator.mp.log(value)
 
 
@@ -335,15 +340,11 @@ def _exponential(evaluator: Evaluator, value: Any) -> Any:
     return evaluator.mp.exp(value)
 
 
-def _through(name: str) -> Callable[[Evaluator, Any], Any]:
-    """A function of mpmath."""
-    return lambda evaluator, value: getattr(evaluator.mp, name)(value)
+def _through(name: str, max_size: float = float("inf")) -> Callable[[Evaluator, Any], Any]:
+    """A function of mpmath, whose values of real numbers above `max_size` are not real."""
 
-
-def _inverse_of(name: str) -> Callable[[Evaluator, Any], Any]:
     def compute(evaluator: Evaluator, value: Any) -> Any:
-        if evaluator.mp.im(value) == 0 and name != "atan" and abs(value) > 1:
-            evaluator.left_reals = True
+        evaluator.left_reals |= bool(evaluator.mp.im(value) == 0 and abs(value) > max_size)
         return getattr(evaluator.mp, name)(value)
 
     return compute
@@ -388,26 +389,13 @@ FUNCTIONS: dict[str, Callable[[Evaluator, Any], Any]] = {
     "cosh": lambda evaluator, value: (_exponential(evaluator, value) + _exponential(evaluator, -value)) / 2,
     "exp": _exponential,
     "cis": lambda evaluator, value: evaluator.mp.exp(evaluator.mp.mpc(0, 1) * value),
-    "arcsin": _inverse_of("asin"),
-    "arccos": _inverse_of("acos"),
-    "arctan": _inverse_of("atan"),
-    "arccot": _inverse_of("acot"),
+    "arctan": _through("atan"),
+    **{f"arc{name}": _through(f"a{name}", 1) for name in ("sin", "cos", "cot")},
 }
 """Functions of one number of mpmath."""
 
 
 # ---- comparisons
-
-TRIALS = 6
-"""Points at which expressions with symbols are compared; at the last two points symbols may be negative."""
-NEGATIVE_TRIALS = 2
-LARGE_BITS = 80
-MAX_DIGITS = 3000
-ROUNDED_PLACES = 6
-"""A decimal with at least this many places may stand for a number that has no finite decimal."""
-BINDING = {"sum", "product", "integral", "limit"}
-DISCRETE = {"sum", "product", "factorial", "binomial", "gcd", "lcm"}
-ERRORS = (NoValue, ArithmeticError, ValueError, TypeError, KeyError, RecursionError)
 
 
 @lru_cache(maxsize=512)
@@ -417,6 +405,11 @@ def symbols(node: Node) -> frozenset[str]:
         return frozenset(node.parts) - CONSTANTS
     inner = frozenset[str]().union(*(symbols(part) for part in node.parts if isinstance(part, Node)))
     return inner - {node.parts[0]} if node.kind in BINDING else inner
+
+
+def is_constant(node: Node) -> bool:
+    """Whether the expression has no free symbols."""
+    return not symbols(node)
 
 
 def _counted(node: Node, is_inside: bool = False) -> frozenset[str]:
@@ -449,23 +442,13 @@ def _pick(name: str, trial: int, is_integer: bool) -> Fraction:
     return -value if trial >= TRIALS - NEGATIVE_TRIALS and seed & 1 else value
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The values of some expressions at a point."""
-
-    values: tuple[Value, ...]
-    is_rough: bool
-    left_reals: bool
-    digits: int
-
-
-def sample(point: dict[str, Fraction], *nodes: Node) -> Sample | None:
-    """The values at a point, with enough digits for the largest number in them; None if there are no values."""
+def sample(point: dict[str, Fraction], *nodes: Node) -> Evaluator | None:
+    """The values at a point as `results`, with enough digits for the largest number; None if there are no values."""
     digits = DIGITS
     try:
         for _ in range(2):
             evaluator = Evaluator(dict(point), digits)
-            values = tuple(map(evaluator, nodes))
+            evaluator.results = tuple(map(evaluator, nodes))
             needed = DIGITS + int(evaluator.largest * 0.302)
             if evaluator.largest <= LARGE_BITS or needed <= digits or needed > MAX_DIGITS or evaluator.is_rough:
                 break
@@ -474,12 +457,12 @@ def sample(point: dict[str, Fraction], *nodes: Node) -> Sample | None:
         raise
     except ERRORS:
         return None
-    if needed > MAX_DIGITS and not all(isinstance(value, Fraction) for value in values):
+    if needed > MAX_DIGITS and not all(isinstance(value, Fraction) for value in evaluator.results):
         return None
-    return Sample(values, evaluator.is_rough, evaluator.left_reals, digits)
+    return evaluator
 
 
-def samples(*nodes: Node) -> Iterator[tuple[dict[str, Fraction], Sample]]:
+def samples(*nodes: Node) -> Iterator[tuple[dict[str, Fraction], Evaluator]]:
     """The points at which all expressions have values, with these values.
 
     A point with negative values does not count if it leads to roots or logarithms of negative numbers.
@@ -490,16 +473,15 @@ def samples(*nodes: Node) -> Iterator[tuple[dict[str, Fraction], Sample]]:
             yield point, taken
 
 
-def close(one: Value, other: Value, taken: Sample) -> bool:
+def close(one: Value, other: Value, taken: Evaluator) -> bool:
     """Whether two values are equal, to the digits that were computed."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
-    mp = context(taken.digits)
-    one, other = rounded(one, mp), rounded(other, mp)
+    mp, one, other = taken.mp, taken.real(one), taken.real(other)
     if mp.isinf(one) or mp.isinf(other):
         return one == other
     size = max(abs(one), abs(other))
-    tolerance = mp.mpf(10) ** (-8 if taken.is_rough else 20 - taken.digits)
+    tolerance = mp.mpf(10) ** (-8 if taken.is_rough else 20 - mp.dps)
     return abs(one - other) <= tolerance * (max(size, 1) if taken.is_rough else max(size, mp.mpf(10) ** -10))
 
 
@@ -509,7 +491,7 @@ def same_value(one: Node, other: Node) -> bool:
         return True
     agreed = 0
     for point, taken in samples(one, other):
-        if not close(taken.values[0], taken.values[1], taken):
+        if not close(taken.results[0], taken.results[1], taken):
             return not point and (_is_rounded(one, other) or _is_rounded(other, one))
         agreed += 1
     return agreed >= (2 if symbols(one) | symbols(other) else 1)
@@ -517,37 +499,25 @@ def same_value(one: Node, other: Node) -> bool:
 
 def _is_rounded(decimal: Node, exact: Node) -> bool:
     """Whether the first is a decimal of many places that rounds the second, which has no finite decimal."""
-    places = written_places(decimal)
-    if places is None or places < ROUNDED_PLACES or written_places(exact) is not None:
+    places = _written_places(decimal)
+    if places is None or places < ROUNDED_PLACES or _written_places(exact) is not None:
         return False
     taken = sample({}, decimal, exact)
-    if taken is None or any(isinstance(value, Fraction) and _is_finite(value) for value in taken.values[1:]):
+    if taken is None:
         return False
-    mp = context(taken.digits)
-    one, other = (rounded(value, mp) for value in taken.values)
-    error = abs(one - other)
-    return bool(error < mp.mpf(10) ** -places and error < abs(other) * mp.mpf(10) ** -4)
+    value = taken.results[1]
+    if isinstance(value, Fraction) and pow(10, value.denominator.bit_length(), value.denominator) == 0:
+        return False  # a finite decimal
+    one, other = map(taken.real, taken.results)
+    error, ten = abs(one - other), taken.mp.mpf(10)
+    return bool(error < ten**-places and error < abs(other) * ten**-4)
 
 
-def written_places(node: Node) -> int | None:
+def _written_places(node: Node) -> int | None:
     """The decimal places of a number in digits; None for any other expression."""
     while node.kind in ("minus", "group"):
         node = node.parts[0]
     return node.parts[1] if node.kind == "number" else None
-
-
-def _is_finite(value: Fraction) -> bool:
-    """Whether the decimal form of the value ends."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
-
-
-def is_constant(node: Node) -> bool:
-    """Whether the expression has no free symbols."""
-    return not symbols(node)
 
 
 def number_of(node: Node) -> Any:
@@ -555,21 +525,21 @@ def number_of(node: Node) -> Any:
     taken = sample({}, node) if is_constant(node) else None
     if taken is None:
         return None
-    value = Evaluator({}).real(taken.values[0])
+    value = Evaluator({}).real(taken.results[0])
     return value.real if abs(value.imag) < 1e-30 else None
 
 
 def same_equation(one: Node, other: Node, is_ordered: bool = False) -> bool:
     """Whether `left - right` of one equation is a constant multiple of the other's; if ordered, a positive multiple."""
-    ratios: list[tuple[Value, Sample]] = []
+    ratios: list[Value] = []
     for _, taken in samples(one, other):
-        above, below = Evaluator({}, taken.digits).both(*taken.values)
+        above, below = taken.both(*taken.results)
         if below == 0 or above == 0 or abs(below) < 1e-25 or abs(above) < 1e-25:
             return False
-        ratios.append((above / below, taken))
-    if len(ratios) < 3 or not all(close(ratio, ratios[0][0], taken) for ratio, taken in ratios):
-        return False
-    return not is_ordered or bool(ratios[0][0].real > 0)
+        ratios.append(above / below)
+        if not close(ratios[0], ratios[-1], taken):
+            return False
+    return len(ratios) >= 3 and (not is_ordered or bool(ratios[0].real > 0))
 
 
 def solves(name: str, value: Node, equation: Node) -> bool:
@@ -579,9 +549,9 @@ def solves(name: str, value: Node, equation: Node) -> bool:
         taken = sample(point, value)
         if taken is None or taken.left_reals or name in symbols(value):
             continue
-        right = taken.values[0]
+        right = taken.results[0]
         try:
-            at = [Evaluator({**point, name: right + step}, taken.digits)(equation) for step in (0, 1, 2)]
+            at = [Evaluator({**point, name: right + step}, taken.mp.dps)(equation) for step in (0, 1, 2)]
         except TooCostly:
             raise
         except ERRORS:

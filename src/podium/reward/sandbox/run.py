@@ -136,7 +136,14 @@ def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandb
             pass_fds=[its.fileno()],
         )
         its.close()
-        _wait_or_kill(process, limit_s, mine)
+        life = os.pidfd_open(process.pid)  # waited for by `poll`, because `Popen.wait` with a limit polls in a loop
+        try:
+            wait_and_answer(life, limit_s, mine)
+        finally:
+            os.close(life)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         messages = list(_messages(_read(sink)))
         if messages[:1] != [launch.READY]:
             raise SandboxError(f"the sandbox did not start: {_read(complaints).decode(errors='replace')[-300:]}")
@@ -151,19 +158,6 @@ def _messages(data: bytes) -> Iterator[Any]:
             return
         yield from_plain(data[4:end])
         data = data[end:]
-
-
-def _wait_or_kill(process: "subprocess.Popen[bytes]", limit_s: float, launcher: socket.socket) -> None:
-    """Waits until the process ends, answers its questions for threads, and kills its group. It waits on a pidfd,
-    because `Popen.wait` with a limit polls."""
-    life = os.pidfd_open(process.pid)
-    try:
-        wait_and_answer(life, limit_s, launcher)
-    finally:
-        os.close(life)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @contextmanager
@@ -243,8 +237,8 @@ TRY_AGAIN = -11  # EAGAIN, the kernel's own error for too many threads
 
 
 def wait_and_answer(life: int, limit_s: float, launcher: socket.socket) -> None:
-    """Answers questions until the process of the pidfd `life` has ended or its time is up. `launcher` sends their
-    descriptor."""
+    """Answers questions for threads until the process of the pidfd `life` has ended or its time is up. `launcher` sends
+    the descriptor of the questions."""
     end = time.monotonic() + limit_s
     poll = select.poll()
     poll.register(life, select.POLLIN)

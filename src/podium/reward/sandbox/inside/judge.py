@@ -19,7 +19,7 @@ from .plain import decode, encode, plain, receive, send
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
 OWN_NAMES = {"isclose": "math"} | dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "collections")
@@ -121,18 +121,6 @@ class Thing:
             raise AttributeError(name)
         return self._link.ask("attribute", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.ask("set attribute", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._link.ask("item", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._link.ask("set item", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._link.ask("delete item", self, key)
-
     def __contains__(self, value: Any) -> bool:
         if self._link.ask("can tell", self) is not True:
             return any(value is each or value == each for each in self)
@@ -146,9 +134,6 @@ class Thing:
             return self._link.ask("contains", self, value) is True
         except Exception:  # the container may only take values of one type
             return False
-
-    def __enter__(self) -> Any:
-        return self._link.ask("enter", self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._link.ask("exit", self, kind and kind.__name__, str(error))
@@ -168,9 +153,6 @@ class Thing:
             except StopIteration:
                 return
 
-    def __len__(self) -> int:
-        return self._link.ask("length", self)
-
     def __bool__(self) -> bool:
         return self._link.ask("truth", self) is True
 
@@ -179,11 +161,24 @@ class Thing:
 
     __hash__ = object.__hash__
 
-    def __str__(self) -> str:
-        return self._link.ask("text", self)
 
-    def __repr__(self) -> str:
-        return self._link.ask("representation", self)
+def _asks(kind: str) -> Callable[..., Any]:
+    return lambda thing, *given: thing._link.ask(kind, thing, *given)
+
+
+QUESTIONS = {
+    "__setattr__": "set attribute",
+    "__getitem__": "item",
+    "__setitem__": "set item",
+    "__delitem__": "delete item",
+    "__enter__": "enter",
+    "__len__": "length",
+    "__str__": "text",
+    "__repr__": "representation",
+}
+"""Methods of a stand-in that only pass the question on."""
+for method, question in QUESTIONS.items():
+    setattr(Thing, method, _asks(question))
 
 
 def decoys() -> list[Any]:

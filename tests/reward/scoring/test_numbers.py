@@ -1,7 +1,7 @@
 import pytest
 
 from podium.errors import InputError
-from podium.reward.answers.numbers import answer_as_text, expected_integer, last_readings, numbers_in
+from podium.reward.scoring.verifiers import answer_as_text, expected_integer, last_readings, numbers_in
 
 
 @pytest.mark.parametrize(
