@@ -11,7 +11,7 @@ from podium.data.rows.order import OrderedData, Source
 from podium.data.rows.table import left_out
 from podium.model.load import load_policy
 from podium.records import Plan, Row, StepGroups, UpdateResult
-from podium.report.dispatch.reports import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
+from podium.report.build import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
 from podium.run.folder import RunFolder
 from podium.run.start import UNTRAINED, evaluate, resume, train
 from podium.settings.tables import Model, Settings
