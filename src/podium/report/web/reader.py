@@ -389,7 +389,7 @@ def chosen(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]
 
 def for_page(line: Mapping[str, Any], step: int, *, is_cut: bool) -> dict[str, Any]:
     """A ledger line as the page's script reads it; `is_cut` truncates its texts and its tokens."""
-    made = {key: line.get(key) for key in (*ROLLOUT, "source", "answer", "logprob_gaps")} | {
+    made: dict[str, Any] = {key: line.get(key) for key in (*ROLLOUT, "source", "answer", "logprob_gaps")} | {
         "step": step,
         "answer": str(line["answer"]),
         "logprobs": [round(value, 4) for value in line["logprobs"]],
