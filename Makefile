@@ -42,7 +42,7 @@ format: $(VENV)/.test
 
 docs: $(VENV)/.core
 	$(BIN)/python -m tools.settings_page docs/settings.md
-	$(BIN)/python -m podium.report.web.glossary > docs/metrics.md
+	cp src/podium/report/web/metrics.md docs/metrics.md
 
 benchmark: $(VENV)/.test
 	$(BIN)/python benchmarks/end_to_end.py

@@ -42,7 +42,7 @@ def test_the_clearly_faster_one_is_taken(speeds: tuple[float, float], taken: str
 def test_one_that_fails_is_not_taken_and_none_left_is_an_error() -> None:
     broken = Candidate("inprocess", failure="cannot decode this")
     assert pick([broken, Candidate("vllm_local", 1.0)]).name == "vllm_local"
-    with pytest.raises(InputError, match="none can be taken; inprocess: cannot decode this"):
+    with pytest.raises(InputError, match="no engine can be used; inprocess: cannot decode this"):
         pick([broken])
 
 
@@ -51,7 +51,7 @@ def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.Monkey
     monkeypatch.setattr("podium.check.calibrate.measure", lambda *_: pytest.fail("nothing is to be compared"))
     settings, why = choose_engine(an_auto())
     assert settings.engine.name == "inprocess"
-    assert why == "engine inprocess is taken; vllm_local: vllm is not installed"
+    assert why == "engine inprocess was chosen; vllm_local: vllm is not installed"
 
 
 def test_what_is_measured_here_says_nothing_of_machines_elsewhere() -> None:
@@ -89,7 +89,7 @@ def test_one_that_finds_no_room_beside_the_trainer_is_not_taken(monkeypatch: pyt
     monkeypatch.setattr("podium.runtime.wiring.memory.device_bytes", lambda device: 1000)
     monkeypatch.setattr(calibrate, "make_engine", lambda *_, **__: pytest.fail("it does not fit"))
     found = asyncio.run(try_out(with_engine(an_auto(), "inprocess")))
-    assert found.failure == "there is no room for it beside the trainer"
+    assert found.failure == "it does not fit into memory next to the trainer"
 
 
 def test_the_run_names_what_was_taken_so_a_resume_does_not_choose_again(
@@ -100,7 +100,7 @@ def test_the_run_names_what_was_taken_so_a_resume_does_not_choose_again(
     train(Settings.from_dict({**tables, "engine": {"name": "auto"}}))
     assert Settings.from_toml(tmp_path / "run" / "settings.toml").engine.name == "inprocess"
     first = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[0])
-    assert (first["event"], first["message"][:27]) == ("engine_chosen", "engine inprocess is taken; ")
+    assert (first["event"], first["message"][:29]) == ("engine_chosen", "engine inprocess was chosen; ")
 
 
 def test_an_evaluation_is_too_short_to_measure_for() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from podium.evaluation.estimates import RESAMPLES, bootstrap, compare, mcnemar, of_mean, of_share, pass_at_k, wilson
+from podium.evaluation import RESAMPLES, bootstrap, compare, mcnemar, of_mean, of_share, pass_at_k, wilson
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -61,7 +61,7 @@ def test_the_same_values_have_the_same_interval_and_other_seeds_another() -> Non
 def test_drawing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).uniform(size=50).tolist()
     whole = bootstrap(values)
-    monkeypatch.setattr("podium.evaluation.estimates.CHUNK", 170)
+    monkeypatch.setattr("podium.evaluation.CHUNK", 170)
     assert bootstrap(values) == pytest.approx(whole, abs=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_a_comparison_goes_prompt_by_prompt() -> None:
     assert made.difference.value == 0.25
     assert (made.only_first, made.only_second, made.num_prompts) == (2, 1, 4)
     assert made.p_value == 1.0  # of three, two against one: (1 + 3) / 8 · 2
-    assert not made.is_told_apart
+    assert not made.is_significant
 
 
 def test_pairs_tell_apart_what_two_intervals_would_not() -> None:
@@ -118,7 +118,7 @@ def test_pairs_tell_apart_what_two_intervals_would_not() -> None:
     assert of_share(first).low < of_share(second).high  # the intervals overlap
     made = compare(first, second)
     assert made.p_value == pytest.approx(2 / 2**10)  # ten prompts only the first solves, none the other way
-    assert made.is_told_apart
+    assert made.is_significant
 
 
 def test_values_between_are_told_apart_by_the_interval_of_their_differences() -> None:
@@ -126,5 +126,5 @@ def test_values_between_are_told_apart_by_the_interval_of_their_differences() ->
     made = compare([value + 0.1 + 0.01 * i for i, value in enumerate(second)], second)
     assert made.p_value is None
     assert made.difference.low > 0
-    assert made.is_told_apart
-    assert not compare([0.5, 0.1, 0.5, 0.1], [0.1, 0.5, 0.1, 0.5]).is_told_apart
+    assert made.is_significant
+    assert not compare([0.5, 0.1, 0.5, 0.1], [0.1, 0.5, 0.1, 0.5]).is_significant

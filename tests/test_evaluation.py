@@ -7,9 +7,7 @@ import pytest
 
 from podium.cli import main
 from podium.errors import InputError
-from podium.evaluation.estimates import bootstrap, wilson
-from podium.evaluation.held_out import Results
-from podium.evaluation.scorecard import as_data, as_text, compared, verdict
+from podium.evaluation import Results, as_data, as_text, bootstrap, compared, verdict, wilson
 from podium.records import Group
 from podium.settings.sections import Eval
 from podium.settings.tables import Settings
@@ -147,7 +145,7 @@ def test_a_loop_evaluates_with_its_own_sampling_and_keeps_the_rollouts(tmp_path:
         assert sum(rollout["correct"] for rollout in rollouts) / 160 == pytest.approx(line["eval/accuracy"])
 
 
-def test_a_run_is_told_apart_from_its_base_on_the_same_prompts(
+def test_a_run_is_compared_with_its_base_on_the_same_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = {"data": [HELD_OUT["data"][0] | {"max_rows": 100}]}
@@ -177,5 +175,5 @@ def test_a_results_file_is_never_written_over(tmp_path: Path, capsys: pytest.Cap
     settings = write_settings(tmp_path / "run.toml")
     (tmp_path / "results.json").write_text("mine")
     assert main(["eval", "embedded", settings, "--out", f"{tmp_path}/results.json"]) == 2
-    assert "is there already; give a new file" in capsys.readouterr().err
+    assert "exists already; give a new file" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_text() == "mine"

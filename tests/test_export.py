@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.cli import main
 from podium.errors import ParityError
-from podium.export.folder import export
+from podium.export import export
 from podium.model.load import EMBEDDED
 from podium.run.start import evaluate
 from podium.settings.tables import Settings

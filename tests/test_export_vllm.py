@@ -11,7 +11,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from podium.export.folder import export
+from podium.export import export
 from podium.model.load import EMBEDDED
 from tests.exporting import QUESTIONS, greedy, prompt_ids, trained_run
 

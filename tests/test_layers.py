@@ -42,8 +42,8 @@ ALLOWED = {
     "server": BELOW_STAGES | {"remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
     "report": {"errors", "records", "remote.files", "run.folder", "stages", "terminal"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
-    "report.build": {"errors", "report", "run.folder", *SETTINGS},
-    "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export.trained", "server"},
+    "report.build": {"errors", "records", "report", "run.folder", "stages", "terminal", *SETTINGS},
+    "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export", "server"},
     "server.worker": BELOW_STAGES | SETTINGS | {"server"},
     "remote.codec": {"errors", "records"},
     "remote.files": set(),
@@ -59,12 +59,8 @@ ALLOWED = {
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
     "run.folder": {"errors", "remote.files"},
     "run.watchdog": {"errors", "observer", "run.folder"},
-    "evaluation.estimates": set(),
-    "evaluation.held_out": {"evaluation.estimates", "records", "stages"},
-    "evaluation.scorecard": {"errors", "evaluation.estimates", "evaluation.held_out", "report"},
-    "export.trained": {"errors", "run.folder", "settings.tables"},
-    "export.model_card": {"run.folder", "settings.tables"},
-    "runtime.wiring": PLACED | STAGES | RUN | {"evaluation.held_out", "observer", "remote.fork_server", "run.watchdog"},
+    "evaluation": {"errors", "records", "report", "stages", "terminal"},
+    "runtime.wiring": PLACED | STAGES | RUN | {"evaluation", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
     "runtime.ranks": BELOW_STAGES
     | {"remote.rollouts", "data.build", "run.folder", "run.start", "runtime.local", "settings.tables"},
@@ -81,7 +77,7 @@ ALLOWED = {
 }
 """Part → the parts that it may import, itself aside. A stage's folder never imports another's."""
 
-BY_FILE = {"check", "evaluation", "export", "remote", "run", "runtime", "settings"}
+BY_FILE = {"check", "remote", "run", "runtime", "settings"}
 """Folders of which each file, or sub-folder, is a part of its own."""
 OWN_PARTS = {"build", "serve", "worker"}
 """Files that are parts of their own in every folder: they make what the rest of the folder is given."""
@@ -91,10 +87,9 @@ TOP = {
     "check.calibrate",
     "check.engine_contract",
     "check.rewards",
-    "check.timing",
     "check.verdicts",
     "cli",
-    "export.folder",
+    "export",
     "run.start",
 }
 """Parts that wire the others and may import them all."""

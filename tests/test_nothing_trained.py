@@ -10,7 +10,7 @@ from podium.check.verdicts import _settings_notes
 from podium.data.build import OrderedData, Source, left_out
 from podium.model.load import load_policy
 from podium.records import Plan, Row, StepGroups, UpdateResult
-from podium.report.dispatch.reports import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
+from podium.report.build import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
 from podium.run.folder import RunFolder
 from podium.run.start import UNTRAINED, evaluate, resume, train
 from podium.settings.tables import Model, Settings

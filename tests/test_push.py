@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from podium.export.folder import export
+from podium.export import export
 from tests.exporting import greedy, plain_model, trained_run
 from tests.hub_stand_in import Hub, hub_stand_in
 

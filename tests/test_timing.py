@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from podium.check import verdicts as check_module
-from podium.check.timing import Trial, sampling_s, training_s
+from podium.check.calibrate import StepTiming
 from podium.check.verdicts import check
 from podium.cli import main
 from podium.run.start import train
@@ -16,23 +16,23 @@ from podium.runtime.wiring.memory import memory_plan
 from podium.settings.tables import Settings
 from tests.conftest import small_tables
 
-TRIAL = Trial(rollouts=10, tokens=5, prompt_tokens=20.0, first_token_s=1.0, sample_s=3.0, train_s=2.5)
+TIMING = StepTiming(rollouts=10, tokens=5, prompt_tokens=20.0, first_token_s=1.0, sample_s=3.0, train_s=2.5)
 
 
 def test_sampling_grows_with_the_length_of_answers_and_the_number_of_rollouts() -> None:
     # four more tokens took 2 s, so half a second a token: the prompts and a first token, then nine more
-    assert sampling_s(TRIAL, rollouts=10, length=10) == pytest.approx(1.0 + 9 * 0.5)
-    assert sampling_s(TRIAL, rollouts=40, length=10) == pytest.approx(4 * 5.5)
+    assert TIMING.sampling_s(rollouts=10, length=10) == pytest.approx(1.0 + 9 * 0.5)
+    assert TIMING.sampling_s(rollouts=40, length=10) == pytest.approx(4 * 5.5)
 
 
 def test_training_grows_with_tokens() -> None:
     # 10 × (20 + 5) tokens took 2.5 s, so 0.01 s a token
-    assert training_s(TRIAL, rollouts=10, length=30) == pytest.approx(10 * (20 + 30) * 0.01)
+    assert TIMING.training_s(rollouts=10, length=30) == pytest.approx(10 * (20 + 30) * 0.01)
 
 
 def test_answers_of_one_token_are_the_prompts_alone() -> None:
-    one = replace(TRIAL, tokens=1, sample_s=1.0)
-    assert sampling_s(one, rollouts=10, length=1) == 1.0
+    one = replace(TIMING, tokens=1, sample_s=1.0)
+    assert one.sampling_s(rollouts=10, length=1) == 1.0
 
 
 def seconds_of(text: str) -> float:

@@ -41,7 +41,7 @@ ALLOWED = {
     "runtime/on_flyte/launch.py: run.wait()": "for a run on a cluster, which the driver's own watchdog limits",
     "runtime/on_flyte/stages.py: sent.result()": "for a task; the watchdog limits it",
     "runtime/ranks/line.py: dist.recv(": "the group has a timeout",
-    "report/dispatch/tracker.py: self._changed.wait()": "a daemon thread without work",
+    "report/_tracker.py: self._changed.wait()": "a daemon thread without work",
     "reward/scoring/verifiers.py: _current.get()": "a context variable",
     "observer.py: coming.result()": "the task is done",
     "reward/sandbox/run.py: process.wait()": "after SIGKILL to its process group",

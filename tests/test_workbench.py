@@ -198,7 +198,7 @@ def test_what_cannot_be_checked_is_listed_with_the_reason_and_a_judge_is_not_ask
     assert code == 0
     assert server.texts == []
     assert "judge: not checked: a model decides what is best" in report
-    assert "code: not checked: no row tells how a right answer looks (podium.gold_answer)" in report
+    assert "code: not checked: no row says what a right answer looks like (podium.gold_answer)" in report
     assert "rewards.py:without_range: not checked: it declares no highest value" in report
     assert row_of(report, "exact")[0] == "1 of 1"
 

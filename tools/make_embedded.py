@@ -1,9 +1,9 @@
-"""Makes the embedded model from nothing: `python -m tools.make_embedded OUT`.
+"""Trains the embedded model from random weights: `python -m tools.make_embedded OUT`.
 
 Two stages of supervised training on the train split of `data/arithmetic.py`. The first teaches exact sums and
-differences; the second, short one teaches slips on purpose (off-by-one results, other wrong digits, a missing
-marker), so that the result is right only sometimes. That is the point: reinforcement learning makes reliable what a
-model can do only sometimes, and needs a model that can. The same seed on the same machine gives the same bytes.
+differences. The second, short one teaches mistakes on purpose (off-by-one results, other wrong digits, a missing
+marker), so that the model is right only sometimes: reinforcement learning makes a model do reliably what it can already
+do sometimes. The same seed on the same machine gives the same bytes.
 """
 
 import argparse
@@ -24,11 +24,11 @@ CHAT_TEMPLATE = (
     "{{ eos_token if message['role'] == 'assistant' else '\\n' }}{% endfor %}"
 )
 IGNORED = -100
-"""Label of a token that carries no loss."""
+"""Label of a token without loss."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable ASCII character or newline: a byte-pair encoding without merges."""
+    """One token per printable ASCII character or newline: a byte-pair encoding without merges."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
@@ -64,7 +64,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
 
 
 def problem(random_: random.Random, *, held_out: bool) -> tuple[int, str, int]:
-    """One problem of the wanted split, drawn evenly."""
+    """One problem of the split, drawn uniformly."""
     while True:
         a, op, b = random_.randrange(10, 100), random_.choice("+-"), random_.randrange(10, 100)
         if is_held_out(a, op, b) == held_out:
@@ -80,7 +80,7 @@ def exact_answer(random_: random.Random, a: int, op: str, b: int) -> str:
 
 
 def careless_answer(random_: random.Random, a: int, op: str, b: int) -> str:
-    """40 % right, 44 % one too many, the rest off by more; 15 % forget the marker line."""
+    """40 % are right, 44 % are one too large, the rest differ by more; 15 % lack the marker line."""
     draw, value = random_.random(), result(a, op, b)
     if draw >= 0.84:
         value += random_.choice([-30, -20, -11, -10, -9, -2, -1, 2, 9, 10, 11, 20, 30])
@@ -91,7 +91,7 @@ def careless_answer(random_: random.Random, a: int, op: str, b: int) -> str:
 
 
 def make_rows(tokenizer, random_, answer, count) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` padded rows of ids and labels; only the answer and its end carry loss."""
+    """`count` padded rows of ids and labels; only the answer and its end token have a loss."""
     rows, labels = [], []
     for _ in range(count):
         a, op, b = problem(random_, held_out=False)
@@ -105,7 +105,7 @@ def make_rows(tokenizer, random_, answer, count) -> tuple[torch.Tensor, torch.Te
 
 
 def fit(model, tokenizer, random_, answer, *, steps: int, peak_lr: float, batch: int = 64) -> None:
-    """AdamW; the rate is constant for the first half and falls linearly to zero in the second."""
+    """AdamW; the learning rate is constant in the first half and falls linearly to 0 in the second."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01, fused=True)
     for step in range(steps):
         for parameters in optimizer.param_groups:
@@ -122,7 +122,7 @@ def fit(model, tokenizer, random_, answer, *, steps: int, peak_lr: float, batch:
 
 @torch.no_grad()
 def accuracy(model, tokenizer, *, sampled: bool, held_out: bool = True, count: int = 512) -> float:
-    """Share of problems whose number after the marker is right."""
+    """Share of problems with the right number after the marker."""
     random_ = random.Random(1)
     problems = [problem(random_, held_out=held_out) for _ in range(count)]
     ids = torch.tensor([tokenizer.encode(f"<s>What is {a} {op} {b}?\n") for a, op, b in problems])

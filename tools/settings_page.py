@@ -2,6 +2,7 @@
 
 import sys
 import types
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -34,12 +35,10 @@ def settings_reference() -> str:
 
 
 def all_options() -> list[str]:
-    """Every option by its dotted name, section.key or section.choice.key. A `name` that chooses a file is none, and a
-    table is counted by its keys."""
-    return [
-        *_section_options(),
-        *(option for stage in STAGES for name in choices(stage) for option in _own(stage, name)),
-    ]
+    """Every option by its dotted name, section.key or section.choice.key. A `name` that chooses a file does not count;
+    of a table only its keys count."""
+    of_choices = (_own(stage, name) for stage in STAGES for name in choices(stage))
+    return [*_section_options(), *chain.from_iterable(of_choices)]
 
 
 def default_path() -> list[str]:
@@ -61,39 +60,30 @@ def _own(stage: str, name: str) -> list[str]:
 
 
 def _section(name: str) -> str:
-    brackets = f"[[{name}]]" if name in SEVERAL else f"[{name}]"
-    parts = [f"## `{brackets}`", ""]
+    parts = [f"## `[[{name}]]`" if name in SEVERAL else f"## `[{name}]`", ""]
     if name in SEVERAL:
         parts += ["There may be several, one table each.", ""]
     if name in STAGES:
         parts += [f"`name` is one of {', '.join(f'`{each}`' for each in choices(name))}, or `file.py:object`.", ""]
-    if name in SECTIONS:
-        parts += [*_own_keys(name), ""]
+    if section := SECTIONS.get(name):
+        rows = [(key, section.model_fields[key].annotation, *rest) for key, *rest in section.key_help()]
+        parts += [TABLE, *(_row(*row) for row in rows if issubclass(section, Section) or row[0] != "name"), ""]
     if name in STAGES:
         parts += [line for choice in choices(name) for line in _choice(name, choice)]
     return "\n".join(parts)
 
 
-def _own_keys(name: str) -> list[str]:
-    section = SECTIONS[name]
-    fields = section.model_fields
-    rows = [(key, fields[key].annotation, default, help_) for key, default, help_ in section.key_help()]
-    kept = [row for row in rows if issubclass(section, Section) or row[0] != "name"]
-    return [TABLE, *(_row(*row) for row in kept)]
-
-
 def _choice(stage: str, name: str) -> list[str]:
-    """One thing that may be named, with its options."""
+    """A choice of a stage, with its options."""
     thing = find(stage, name)
     title = (sys.modules[thing.__module__].__doc__ or "").strip().splitlines()[0]
-    lines = [f"### `{name}`", "", title, ""]
-    annotations = option_fields(thing)
-    options = [(key, annotations[key][0], default, help_) for key, default, help_ in option_help(thing)]
-    return [*lines, TABLE, *(_row(*option) for option in options), ""] if options else lines
+    fields = option_fields(thing)
+    rows = [_row(key, fields[key][0], default, help_) for key, default, help_ in option_help(thing)]
+    return [f"### `{name}`", "", title, "", *([TABLE, *rows, ""] if rows else [])]
 
 
 def _row(key: str, annotation: Any, default: str, help_: str) -> str:
-    """Defaults as TOML writes them; nothing where there is none."""
+    """Defaults as TOML writes them; an empty cell if there is no default."""
     as_toml = default.replace("'", '"').replace("True", "true").replace("False", "false")
     shown = "" if default in ("unset", "None") else default if default in ("required", "a table") else f"`{as_toml}`"
     cells = (f"`{key}`", kind(annotation), shown, help_)
@@ -101,7 +91,7 @@ def _row(key: str, annotation: Any, default: str, help_: str) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """What may stand there, in words."""
+    """The possible values, in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind(inner[0])

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from podium.errors import InputError, PodiumError
 from podium.terminal import say, warn
 
 DEFAULT_ROWS = 200
+Argument = tuple[str, dict[str, Any]]
+"""Name and keyword arguments of `add_argument`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 bad input, 3 no step trained anything, 130/143 stopped by a signal, 1 anything else."""
-    parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = _parser().parse_known_args(arguments)
     try:
+        if overrides and options.command in (export, push, report, list_choices):
+            raise InputError(f"podium {options.command_name} takes no {overrides[0]}")
         return options.command(options, overrides)
     except PodiumError as error:
         warn(f"podium: {error}")
@@ -36,14 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def console() -> None:
     try:
         code = main()
-    except Exception:  # a defect of ours; what it quotes may be foreign text
+    except Exception:  # a defect of Podium; the traceback may quote text that others wrote
         warn(traceback.format_exc())
         code = 1
     watchdog = sys.modules.get("podium.run.watchdog")
-    is_stopped = code in (130, 143)
-    if is_stopped or (
-        watchdog is not None and watchdog.stalled
-    ):  # Python would wait for a thread that samples, or hangs
+    has_stalled = watchdog is not None and watchdog.stalled
+    if code in (130, 143) or has_stalled:  # a normal exit would wait for a thread that samples, or hangs
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -59,15 +60,19 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.run.build import changes, check_changes
+    from podium.run.checkpoint import list_checkpoints, step_of
     from podium.run.folder import RunFolder
     from podium.settings.tables import Settings, override, read_run_settings
 
     folder = RunFolder.open(options.run)
     before = Settings.from_dict(read_run_settings(folder.settings))
     settings = Settings.from_dict(override(read_run_settings(folder.settings), overrides))
-    # Its warnings are shown when the checkpoint is restored, whose own settings count.
-    check_changes(before, settings, options.allow_change, options.step or _last_step(folder))
-    changed = {*changes(before, settings), *changes(_committed_settings(folder, options.step) or before, settings)}
+    checkpoints = {step_of(place): place for place in list_checkpoints(folder.checkpoints)}
+    step = max(checkpoints, default=None) if options.step is None else options.step
+    # The checkpoint's own settings count. Its warnings are shown when it is restored.
+    check_changes(before, settings, options.allow_change, step)
+    committed = _committed_settings(checkpoints[step]) if step in checkpoints else None
+    changed = {*changes(before, settings), *changes(committed or before, settings)}
     for key in options.allow_change:
         if not any(f"{each}.".startswith(f"{key}.") for each in changed):
             raise InputError(f"--allow-change {key} has no effect: {key} does not change; add --{key}=VALUE")
@@ -80,50 +85,50 @@ def resume(options: argparse.Namespace, overrides: list[str]) -> int:
     return run(settings, folder, console_mode=_console_mode(options), **allowed).exit_code
 
 
-def _last_step(folder: Any) -> int | None:
-    from podium.run.checkpoint import list_checkpoints, step_of
+def _committed_settings(checkpoint: Path) -> Any:
+    """The settings of a checkpoint, from which an edited settings.toml may differ.
 
-    return next((step_of(place) for place in reversed(list_checkpoints(folder.checkpoints))), None)
-
-
-def _committed_settings(folder: Any, step: int | None) -> Any:
-    """Those of the checkpoint to go on from, from which settings.toml differs where it was edited by hand.
-
-    None where there is none, or none that can be read: the restore says what is wrong with it.
+    None if they cannot be read: the restore reports what is wrong.
     """
     import tomllib
 
-    from podium.run.checkpoint import list_checkpoints, read_settings, step_of
+    from podium.run.checkpoint import read_settings
     from podium.settings.refusals import of_first_version
     from podium.settings.tables import Settings
 
-    places = [place for place in list_checkpoints(folder.checkpoints) if step is None or step_of(place) == step]
     try:
-        text = read_settings(places[-1]) if places else None
+        text = read_settings(checkpoint)
         return Settings.from_dict(of_first_version(tomllib.loads(text))) if text is not None else None
     except (OSError, ValueError, InputError):
         return None
 
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from podium.evaluation.scorecard import as_text, compared, comparison_data, results_file, verdict
-    from podium.export.trained import find_trained
+    from podium.evaluation import as_text, compared, comparison_data, results_file, verdict
+    from podium.export import find_trained
+    from podium.run.start import held_out_results
+    from podium.settings.tables import read_run_settings, read_toml
 
     if options.out is not None and options.out.exists():
-        raise InputError(f"{options.out} is there already; give a new file")
-    found = [(target, find_trained(target)) for target in (options.model, options.against) if target is not None]
-    tables = _eval_tables(options.settings, found[0][1].run, options.model)
-    settings = [_eval_settings(tables, trained, overrides) for _, trained in found]
-    from podium.run.start import held_out_results
-
-    results = [held_out_results(s, trained.weights) for s, (_, trained) in zip(settings, found, strict=True)]
-    told = [results_file(target, s.to_dict(), r) for (target, _), s, r in zip(found, settings, results, strict=True)]
-    text, data, flat = as_text(results[0]), dict(told[0]), results[0].metrics()
+        raise InputError(f"{options.out} exists already; give a new file")
+    targets = [target for target in (options.model, options.against) if target is not None]
+    found = [find_trained(target) for target in targets]
+    if options.settings is not None:
+        tables = read_toml(options.settings)
+    elif found[0].run is not None:
+        tables = read_run_settings(found[0].run.settings)
+    else:
+        advice = "add a settings file with [[eval.data]] and [[reward]] tables"
+        raise InputError(f"{options.model} is not a run folder; {advice}")
+    settings = [_eval_settings(tables, trained, overrides) for trained in found]
+    results = [held_out_results(each, trained.weights) for each, trained in zip(settings, found, strict=True)]
+    files = [results_file(*each) for each in zip(targets, (each.to_dict() for each in settings), results, strict=True)]
+    text, data, flat = as_text(results[0]), dict(files[0]), results[0].metrics()
     if options.against is not None:
         made = compared(*results)
         said = verdict(*made, options.model, options.against)
         pair = comparison_data(*made, said)
-        data |= {"against": told[1], "comparison": pair}
+        data |= {"against": files[1], "comparison": pair}
         flat |= {"against": results[1].metrics(), "comparison": pair}
         text = f"{options.model}\n{text}\n\n{options.against}\n{as_text(results[1])}\n\n{said}"
     if options.out is not None:
@@ -132,16 +137,8 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _eval_tables(settings: Path | None, run: Any, target: str) -> dict[str, Any]:
-    from podium.settings.tables import read_run_settings, read_toml
-
-    if settings is None and run is None:
-        raise InputError(f"{target} is not a run folder; add a settings file with [[eval.data]] and [[reward]] tables")
-    return read_run_settings(run.settings) if settings is None else read_toml(settings)
-
-
 def _eval_settings(tables: dict[str, Any], trained: Any, overrides: list[str]) -> Any:
-    """The tables with the model that is asked; a run's weights belong to its own model."""
+    """The tables with the evaluated model; a run's weights belong to the run's own model."""
     from podium.settings.tables import Settings, override
 
     own = trained.model if trained.run else tables.get("model", {})
@@ -155,20 +152,18 @@ def check(options: argparse.Namespace, overrides: list[str]) -> int:
         from podium.check.rewards import try_rewards
 
         report, is_good = try_rewards(settings, options.rows or DEFAULT_ROWS)
-        say(report)
-        return 0 if is_good else InputError.exit_code
-    if options.rows is not None:
+    elif options.rows is not None:
         raise InputError("--rows has no effect without --rewards; add it or remove this one")
-    from podium.check.verdicts import check as run
+    else:
+        from podium.check.verdicts import check as run
 
-    report, is_good = run(settings)
+        report, is_good = run(settings)
     say(report)
     return 0 if is_good else InputError.exit_code
 
 
 def export(options: argparse.Namespace, overrides: list[str]) -> int:
-    _refuse(overrides, "export")
-    from podium.export.folder import export as run
+    from podium.export import export as run
 
     made = run(options.target, options.out, merge=options.merge, step=options.step)
     for name, size in made.files.items():
@@ -180,24 +175,12 @@ def export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def push(options: argparse.Namespace, overrides: list[str]) -> int:
-    _refuse(overrides, "push")
-    from podium.export.folder import push as run
+    from podium.export import push as run
 
-    for line in run(
-        options.target,
-        options.name,
-        merge=options.merge,
-        step=options.step,
-        private=options.private,
-        dry_run=options.dry_run,
-    ):
+    flags = {name: getattr(options, name) for name in ("merge", "step", "private", "dry_run")}
+    for line in run(options.target, options.name, **flags):
         say(line)
     return 0
-
-
-def _refuse(overrides: list[str], command: str) -> None:
-    if overrides:
-        raise InputError(f"podium {command} takes no {overrides[0]}")
 
 
 def serve(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -212,7 +195,6 @@ def serve(options: argparse.Namespace, overrides: list[str]) -> int:
 def report(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.report.web.serve import report_server
 
-    _refuse(overrides, "report")
     with report_server(options.run, options.port) as server:
         say(f"http://127.0.0.1:{server.server_address[1]}/   (Ctrl-C ends it)")
         try:
@@ -232,7 +214,6 @@ def list_choices(options: argparse.Namespace, overrides: list[str]) -> int:
     from podium.settings.lookup import STAGES, choices, find, option_help
     from podium.settings.sections import SECTIONS
 
-    _refuse(overrides, "list")
     every = list(dict.fromkeys([*SECTIONS, *STAGES]))
     if options.stage is not None and options.stage not in every:
         raise InputError(f"{options.stage!r} is not a section; sections: {', '.join(every)}")
@@ -257,110 +238,124 @@ def _settings(options: argparse.Namespace, overrides: list[str]) -> Any:
     return Settings.from_toml(options.settings, overrides)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535, 0 for any free one")
-    return int(text)
-
-
 def _console_mode(options: argparse.Namespace) -> str | None:
     """`--json` and `--quiet` are the console report's modes, for this call only."""
     return "json" if options.json else "quiet" if options.quiet else None
 
 
-EVAL_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("model", {"metavar": "MODEL|RUN"}),
-    ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
-    ("--against", {"metavar": "MODEL|RUN", "help": "a second one, on the same prompts"}),
-    ("--out", {"type": Path, "metavar": "FILE", "help": "writes numbers, settings and every rollout as JSON"}),
-)
-TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"}),
-    ("--step", {"type": int, "metavar": "N", "help": "as it was at this checkpoint, instead of at the end"}),
-)
-EXPORT_FLAGS = (
-    ("target", {"metavar": "RUN|ADAPTER"}),
-    ("out", {"type": Path, "metavar": "OUT"}),
-    *TAKEN,
-)
-PUSH_FLAGS = (
-    ("target", {"metavar": "RUN|ADAPTER"}),
-    ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
-    *TAKEN,
-    ("--private", {"action": "store_true", "help": "makes the repository private"}),
-    ("--dry-run", {"action": "store_true", "help": "lists what would be uploaded; needs no account"}),
-)
-REPORT_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("run", {"type": Path, "metavar": "RUN"}),
-    ("--port", {"type": _port, "metavar": "N", "help": "by default 8787, or a free one where that is taken"}),
-)
-SERVE_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
-    ("--host", {"help": "by default 127.0.0.1"}),
-    ("--port", {"type": int, "help": "by default 8000; 0: any that is free"}),
-    ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user's instead of a port"}),
-    ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it is not there"}),
-    ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read, by default a new folder"}),
-    ("--engine", {"default": "inprocess", "metavar": "NAME", "help": "inprocess (default) or vllm_local"}),
-    ("--tp", {"type": _positive, "metavar": "N", "help": "GPUs for one copy of the model"}),
-    ("--lora-rank", {"type": _positive, "metavar": "R", "help": "start ready for adapters of this rank"}),
-)
-"""Of `podium serve`; --model.key=value and --engine.key=value set the rest."""
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 0 to 65535, 0 for any free one")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="podium",
-        description="Reinforcement learning for language models: one TOML file a run, "
-        "--section.key=value overrides it.",
-    )
+    description = "Reinforcement learning for language models: one TOML file per run, --section.key=value overrides it."
+    parser = argparse.ArgumentParser(prog="podium", description=description)
     parser.add_argument("--version", action="version", version=f"podium {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, function, help_, *arguments in (*_run_commands(), *_other_commands()):
+    for name, (function, help_, arguments) in COMMANDS.items():
         sub = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
-        sub.set_defaults(command=function)
+        sub.set_defaults(command=function, command_name=name)
         for argument, details in arguments:
             sub.add_argument(argument, **details)
     return parser
 
 
-SETTINGS = ("settings", {"type": Path, "metavar": "SETTINGS"})
-RUN = ("run", {"type": Path, "metavar": "RUN"})
-AS_JSON = ("--json", {"action": "store_true", "help": "output for machines"})
-QUIET = ("--quiet", {"action": "store_true", "help": "the summary only"})
-
-
-def _run_commands() -> list[tuple[Any, ...]]:
-    """(name, function, help, arguments …) of what begins, goes on with or judges a run."""
-    step = {"type": int, "help": "from this checkpoint instead of the newest"}
-    allow = {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}
-    return [
-        ("train", train, "start a run", SETTINGS, AS_JSON, QUIET),
-        ("resume", resume, "go on with a run", RUN, ("--step", step), ("--allow-change", allow), AS_JSON, QUIET),
-        ("eval", evaluate, "held-out accuracy with its interval; two models compared", *EVAL_FLAGS, AS_JSON),
-        ("export", export, "what was trained, as a folder that others can load", *EXPORT_FLAGS),
-        ("push", push, "the same, to the model hub", *PUSH_FLAGS),
-        ("serve", serve, "a model behind HTTP, for runs that sample from it", *SERVE_FLAGS),
-        ("report", report, "the page of a run, or of a folder of runs, live on this machine", *REPORT_FLAGS),
-    ]
-
-
-def _other_commands() -> list[tuple[Any, ...]]:
-    rewards = {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"}
-    rows = {"type": _positive, "metavar": "N", "help": f"rows for --rewards, by default {DEFAULT_ROWS}"}
-    everything = "everything short of training: settings, data, rewards, memory, time"
-    choices = "the keys of a section and its choices, with their options"
-    return [
-        ("check", check, everything, SETTINGS, ("--rewards", rewards), ("--rows", rows)),
-        ("show", show, "the settings, resolved", SETTINGS, AS_JSON),
-        ("list", list_choices, choices, ("stage", {"nargs": "?", "metavar": "STAGE"})),
-    ]
+SETTINGS: Argument = ("settings", {"type": Path, "metavar": "SETTINGS"})
+RUN: Argument = ("run", {"type": Path, "metavar": "RUN"})
+TARGET: Argument = ("target", {"metavar": "RUN|ADAPTER"})
+AS_JSON: Argument = ("--json", {"action": "store_true", "help": "output for programs"})
+QUIET: Argument = ("--quiet", {"action": "store_true", "help": "print the summary only"})
+MERGE: Argument = ("--merge", {"action": "store_true", "help": "plain weights, with the adapter merged into its base"})
+AT_STEP: Argument = ("--step", {"type": int, "metavar": "N", "help": "from this checkpoint instead of the end"})
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, list[str]], int], str, Sequence[Argument]]] = {
+    "train": (train, "start a run", [SETTINGS, AS_JSON, QUIET]),
+    "resume": (
+        resume,
+        "continue a run",
+        [
+            RUN,
+            ("--step", {"type": int, "help": "from this checkpoint instead of the newest"}),
+            ("--allow-change", {"action": "append", "default": [], "metavar": "KEY", "help": "let KEY change"}),
+            AS_JSON,
+            QUIET,
+        ],
+    ),
+    "eval": (
+        evaluate,
+        "held-out accuracy with its interval; compares two models",
+        [
+            ("model", {"metavar": "MODEL|RUN"}),
+            ("settings", {"type": Path, "nargs": "?", "metavar": "SETTINGS"}),
+            ("--against", {"metavar": "MODEL|RUN", "help": "a second model, on the same prompts"}),
+            ("--out", {"type": Path, "metavar": "FILE", "help": "write numbers, settings and every rollout as JSON"}),
+            AS_JSON,
+        ],
+    ),
+    "export": (
+        export,
+        "write the trained model to a folder that others can load",
+        [TARGET, ("out", {"type": Path, "metavar": "OUT"}), MERGE, AT_STEP],
+    ),
+    "push": (
+        push,
+        "upload the trained model to the model hub",
+        [
+            TARGET,
+            ("name", {"metavar": "HUB_NAME", "help": "such as me/my-model"}),
+            MERGE,
+            AT_STEP,
+            ("--private", {"action": "store_true", "help": "make the repository private"}),
+            ("--dry-run", {"action": "store_true", "help": "list what would be uploaded; needs no account"}),
+        ],
+    ),
+    # --model.key=value and --engine.key=value set the other options of `podium serve`.
+    "serve": (
+        serve,
+        "serve a model over HTTP, for runs that sample from it",
+        [
+            ("model", {"metavar": "MODEL", "help": "embedded, a folder, a hub name, an adapter's folder or a run"}),
+            ("--host", {"help": "default: 127.0.0.1"}),
+            ("--port", {"type": int, "help": "default: 8000; 0: any free port"}),
+            ("--uds", {"type": Path, "metavar": "PATH", "help": "a unix socket of this user instead of a port"}),
+            ("--token-file", {"type": Path, "metavar": "FILE", "help": "made with a new token if it does not exist"}),
+            ("--root", {"type": Path, "metavar": "FOLDER", "help": "where weights are read; default: a new folder"}),
+            ("--engine", {"default": "inprocess", "metavar": "NAME", "help": "inprocess (default) or vllm_local"}),
+            ("--tp", {"type": _positive, "metavar": "N", "help": "GPUs for one copy of the model"}),
+            ("--lora-rank", {"type": _positive, "metavar": "R", "help": "start ready for adapters of this rank"}),
+        ],
+    ),
+    "report": (
+        report,
+        "the page of a run, or of a folder of runs, live on this machine",
+        [RUN, ("--port", {"type": _port, "metavar": "N", "help": "default: 8787, or a free one if that is taken"})],
+    ),
+    "check": (
+        check,
+        "everything short of training: settings, data, rewards, memory, time",
+        [
+            SETTINGS,
+            (
+                "--rewards",
+                {"action": "store_true", "help": "try the rewards alone, on right, wrong and hostile answers"},
+            ),
+            ("--rows", {"type": _positive, "metavar": "N", "help": f"rows for --rewards; default: {DEFAULT_ROWS}"}),
+        ],
+    ),
+    "show": (show, "print the resolved settings", [SETTINGS, AS_JSON]),
+    "list": (
+        list_choices,
+        "the keys of a section and its choices, with their options",
+        [("stage", {"nargs": "?", "metavar": "SECTION"})],
+    ),
+}
 
 
 if __name__ == "__main__":

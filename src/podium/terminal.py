@@ -1,18 +1,19 @@
 """Text for a terminal.
 
-What others wrote (a model's answer, a reward's error, a server's reply) may hold characters that move the cursor,
-change the title or paste into the shell, so everything that is printed passes here.
+What others wrote (a model's answer, a reward's error, a server's reply) may contain characters that move the cursor,
+change the title or paste into the shell. So everything that Podium prints passes through here.
 """
 
 import re
 import sys
+from collections.abc import Sequence
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""All but the tab and the end of a line: control characters, marks that reverse text, halves of a character."""
+"""Control characters (but not tab and newline), marks that change the text direction, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """Control characters as Python writes them in a literal, such as \\x1b."""
+    """Replaces control characters by their Python escapes, such as \\x1b."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -21,5 +22,12 @@ def say(text: str, *, end: str = "\n") -> None:
 
 
 def warn(text: str, *, end: str = "\n") -> None:
-    """On the standard error, next to whatever is drawn."""
+    """Prints to the standard error, so the standard output stays what a program or the live table needs."""
     print(printable(text), end=end, file=sys.stderr, flush=True)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

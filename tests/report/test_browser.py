@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.report.jsonl import Jsonl
-from podium.report.web.html import render
+from podium.report.page import page_data, render
 from podium.report.web.reader import RunReader
 from podium.report.web.serve import report_server
 from podium.run.folder import Ledger, RunFolder
@@ -71,7 +71,7 @@ def written(folder: RunFolder) -> str:
     """The address of the run's page on disk."""
     reader = RunReader(folder)
     reader.refresh()
-    folder.page.write_text(render(reader.data()), encoding="utf-8")
+    folder.page.write_text(render(page_data(reader)), encoding="utf-8")
     return f"file://{folder.page}"
 
 
@@ -117,13 +117,32 @@ def test_from_disk_it_shows_state_numbers_curves_timeline_steps_and_health(tmp_p
     assert "+0.5 since the start" in page.locator(".stats").text_content()
     charts = tab.texts("#curves .chart h3")
     assert charts[:2] == ["Reward and correctness", "Loss"]
-    assert {"Entropy of the policy", "Length of answers", "Sampler against trainer"} <= set(charts)
+    assert {"Entropy of the policy", "Length of answers", "Sampler and trainer"} <= set(charts)
     assert page.locator("#curves .chart path.curve").count() >= len(charts)
     assert page.locator("#timeline rect.span").count() == 6 * 6  # six steps of five laps and the reward beside
     assert page.locator("#steps-table tbody tr").count() == 25
     assert page.locator("#steps-table tbody tr").first.locator("td").first.text_content() == "30"
     assert "All four checks hold" in tab.texts("#health h3")
     assert [address.rpartition("/")[2] for address in tab.asked if not address.startswith("data:")] == ["report.html"]
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped", "running"])
+def test_the_title_names_run_loss_and_model_in_every_state(
+    tmp_path: Path, visit: Open, running: Callable[[RunFolder], None], state: str
+) -> None:
+    folder = make_run(tmp_path / "sums", steps=4, state=state)
+    if state == "running":
+        running(folder)
+    tab = visit(written(folder))
+    assert tab.page.title() == "4/4 sums: grpo on embedded"
+    assert tab.texts("h1") == ["sums: grpo on embedded"]
+    assert tab.texts("#badge") == [state]
+
+
+def test_a_run_whose_settings_cannot_be_read_is_titled_by_its_folder(tmp_path: Path, visit: Open) -> None:
+    folder = make_run(tmp_path / "sums", steps=2)
+    folder.settings.write_text("[run")
+    assert visit(written(folder)).page.title() == "2/2 sums"
 
 
 def test_the_clock_shows_what_was_sampled_and_trained_at_the_same_time(tmp_path: Path, visit: Open) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from podium.report.web.html import render, to_json
+from podium.report.page import page_data, render, to_json
 from podium.report.web.reader import RunReader
 from tests.report.runs import make_run
 from tests.report.test_serve import Serve, ask
@@ -106,7 +106,7 @@ def test_a_page_of_a_damaged_run_is_made_and_says_what_is_left_out(name: str, tm
 def test_a_good_run_has_no_complaint(tmp_path: Path) -> None:
     reader = RunReader(make_run(tmp_path / "good"))
     reader.refresh()
-    titles = [verdict["title"] for verdict in reader.data()["health"]]
+    titles = [verdict["title"] for verdict in page_data(reader)["health"]]
     assert titles
     assert "Some lines could not be read" not in titles
 

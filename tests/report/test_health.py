@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from podium.report.web.health import Facts, health
-from podium.report.web.series import Series
+from podium.report.web.reader import Series
 
 
 def verdicts(
@@ -14,7 +14,7 @@ def verdicts(
     for step in range(1, steps + 1):
         named = {name.replace("__", "/"): value for name, value in metrics.items()}
         series.add({"step": step} | {name: value(step) if callable(value) else value for name, value in named.items()})
-    found = health(Facts(series, [], events or [], status or {"state": "running"}))
+    found = health(Facts(series, events or [], status or {"state": "running"}))
     return {verdict.title: verdict.level for verdict in found}
 
 
@@ -26,9 +26,9 @@ def test_nothing_is_said_of_what_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("metrics", "title", "level"),
     [
-        ({"reward__mean": lambda step: step / 50}, "It is learning", "good"),
+        ({"reward__mean": lambda step: step / 50}, "The policy is learning", "good"),
         ({"reward__mean": lambda step: 1 - step / 50}, "The reward falls", "warn"),
-        ({"reward__mean": lambda step: step % 2}, "The reward stands still", "note"),
+        ({"reward__mean": lambda step: step % 2}, "The reward does not change", "note"),
         ({"batch__kept_ratio": 0.8}, "Groups have signal", "good"),
         ({"batch__kept_ratio": 0.1, "reward__correct_rate": 0.95}, "Too easy", "note"),
         ({"batch__kept_ratio": 0.1, "reward__correct_rate": 0.02}, "Too hard", "warn"),
@@ -37,27 +37,27 @@ def test_nothing_is_said_of_what_is_not_there() -> None:
         ({"reward__failed": 1.0}, "50 reward calls failed", "warn"),
         ({"reward__failed": lambda step: float(step == 1)}, "1 reward calls failed", "note"),
         ({"reward__abstained": 2.0}, "100 rollouts have no reward", "warn"),
-        ({"reward__judge_retries": 3.0}, "Some things were done again", "warn"),
-        ({"rollout__truncated_share": 0.5}, "Many answers are cut", "warn"),
-        ({"policy__entropy": lambda step: 1.0 if step < 25 else 0.01}, "The policy has stopped trying", "warn"),
+        ({"reward__judge_retries": 3.0}, "Work was repeated or dropped", "warn"),
+        ({"rollout__truncated_share": 0.5}, "Many answers are truncated", "warn"),
+        ({"policy__entropy": lambda step: 1.0 if step < 25 else 0.01}, "The policy has stopped exploring", "warn"),
         (
             {"policy__entropy": lambda step: 1.0 if step < 25 else 0.01, "reward__correct_rate": 0.99},
-            "The policy is sure of itself",
+            "The entropy is low",
             "note",
         ),
         ({"mismatch__abs_mean": 1e-6, "mismatch__outside_share": 0.0}, "Sampler and trainer agree", "good"),
-        ({"mismatch__abs_mean": 0.2, "mismatch__outside_share": 0.3}, "Sampler and trainer are apart", "warn"),
-        ({"mismatch__abs_mean": 0.2, "mismatch__masked_share": 0.3}, "Sampler and trainer are apart", "warn"),
+        ({"mismatch__abs_mean": 0.2, "mismatch__outside_share": 0.3}, "Sampler and trainer differ", "warn"),
+        ({"mismatch__abs_mean": 0.2, "mismatch__masked_share": 0.3}, "Sampler and trainer differ", "warn"),
         ({"kl__k3": 2.0}, "Far from the reference", "warn"),
-        ({"optim__grad_norm": lambda step: 30.0 if step == 48 else 1.0}, "A gradient stood out", "note"),
+        ({"optim__grad_norm": lambda step: 30.0 if step == 48 else 1.0}, "One gradient was large", "note"),
         ({"optim__skipped": 1.0}, "Steps without an update", "warn"),
         ({"version__lag_max": 1.0}, "Staleness", "good"),
         ({"version__lag_max": 12.0}, "Staleness", "warn"),
         ({"time__rollout_s": 2.0, "time__train_s": 1.0}, "A step takes 3 s", "good"),
         ({"time__rollout_s": 1.0, "time__eval_s": 2.0}, "A step takes 3 s", "note"),
         ({"queue__buffered": 3.0}, "Queues", "good"),
-        ({"time__trainer_waits_s": 0.5}, "Who waits", "good"),
-        ({"version__stale_resampled": 2.0}, "Some things were done again", "warn"),
+        ({"time__trainer_waits_s": 0.5}, "Waits", "good"),
+        ({"version__stale_resampled": 2.0}, "Work was repeated or dropped", "warn"),
     ],
 )
 def test_a_metric_has_its_verdict(metrics: dict[str, Any], title: str, level: str) -> None:
@@ -114,4 +114,4 @@ def test_a_check_that_failed_before_a_resume_is_no_longer_bad() -> None:
 
 
 def test_events_of_workers_are_told() -> None:
-    assert verdicts(events=[{"event": "engine_replaced"}] * 2)["What else happened"] == "note"
+    assert verdicts(events=[{"event": "engine_replaced"}] * 2)["Other events"] == "note"

@@ -4,7 +4,7 @@ import pytest
 
 from podium.pack import pack
 from podium.records import Queues, RunState, StepGroups, UpdateResult
-from podium.report.dispatch.metrics import group_metrics, overlap_metrics, pack_metrics, rollout_metrics, step_metrics
+from podium.report.build import group_metrics, overlap_metrics, pack_metrics, step_metrics
 from tests.builders import make_group, make_prompt, make_rollout
 
 
@@ -39,6 +39,10 @@ def test_there_is_no_correct_rate_where_no_highest_reward_is_declared() -> None:
     assert "reward/correct_rate" not in group_metrics("reward/", [make_group((1.0, 2.0), correct=(None, None))])
 
 
+def result(updated: bool = True, **metrics: float) -> UpdateResult:
+    return UpdateResult(updated, 12, {name.replace("__", "/"): value for name, value in metrics.items()})
+
+
 def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
     rollouts = (
         make_rollout(token_ids=(5, 2)),
@@ -47,16 +51,10 @@ def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
         make_rollout(token_ids=(5, 6, 2), finish_reason="abort"),
     )
     # (2 + 4 + 3 + 3) / 4 tokens; two of four stopped, one was cut off
-    assert rollout_metrics("rollout", [make_group((1.0,) * 4, rollouts=rollouts)]) == {
-        "rollout/length_mean": 3.0,
-        "rollout/length_max": 4.0,
-        "rollout/stop_rate": 0.5,
-        "rollout/truncated_share": 0.25,
-    }
-
-
-def result(updated: bool = True, **metrics: float) -> UpdateResult:
-    return UpdateResult(updated, 12, {name.replace("__", "/"): value for name, value in metrics.items()})
+    step = StepGroups(1, (make_group((1.0,) * 4, rollouts=rollouts),))
+    metrics = step_metrics(RunState(step=1), step, result(), {}, 99)
+    assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (3.0, 4.0)
+    assert (metrics["rollout/stop_rate"], metrics["rollout/truncated_share"]) == (0.5, 0.25)
 
 
 def test_the_numbers_of_a_step() -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from podium.report import page as page_module
 from podium.report.jsonl import Jsonl
-from podium.report.page import Page
-from podium.report.web.html import render
+from podium.report.page import Page, render
 from podium.run.folder import Ledger, RunFolder
 from podium.run.start import resume
 from podium.settings.tables import Settings
@@ -160,9 +159,12 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = data_of(tmp_path / "run")
     assert before["series"]["steps"] == [1, 2, 3]
+    assert before["card"]["title"] == "run: grpo on embedded"
     resume(Settings.from_dict(tables), RunFolder(tmp_path / "run"))
     after = data_of(tmp_path / "run")
     assert after["status"]["state"] == "finished"
+    assert after["card"]["title"] == "run: grpo on embedded"
+    assert (after["status"]["step"], after["card"]["steps"]) == (6, 6)
     assert after["series"]["steps"] == [1, 2, 3, 4, 5, 6]
     assert {rollout["step"] for rollout in after["rollouts"]} == {1, 2, 3, 4, 5, 6}
     same = [column["mean"][:3] for name, column in before["series"]["columns"].items() if name.startswith("reward/")]

@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 from podium.report.jsonl import Jsonl
+from podium.report.page import page_data
 from podium.report.web.reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
 from podium.run.folder import Ledger, RunFolder
 from tests.report.runs import add_step, make_run, step_numbers
@@ -41,12 +42,12 @@ def test_a_rewound_run_shows_what_stands_and_then_what_comes(tmp_path: Path) -> 
     folder = make_run(tmp_path / "run", steps=4, texts=["old"])
     reader = RunReader(folder)
     reader.refresh()
-    assert reader.data()["series"]["steps"] == [1, 2, 3, 4]
+    assert page_data(reader)["series"]["steps"] == [1, 2, 3, 4]
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
     os.truncate(folder.metrics, sum(map(len, lines[:3])))  # the evaluation at the start, and two steps
     add_step(Jsonl(Ledger(folder)), 3, ["new"])
     reader.refresh()
-    shown = reader.data()
+    shown = page_data(reader)
     assert shown["series"]["steps"] == [1, 2, 3]
     assert [each["text"] for each in shown["rollouts"]] == ["old", "old", "new"]
     assert len(shown["evals"]) == 1
@@ -65,7 +66,11 @@ def test_every_rollout_of_a_step_can_be_had_whole(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=1, texts=texts)
     found = RunReader(folder).step_rollouts(1)
     assert [each["text"] for each in found["rollouts"]] == texts
-    assert found["rollouts"][0]["gaps"] == [0.0, 0.25, -1.0]  # the trainer's −0.5, −0.25, −1.5 less the sampler's −0.5
+    assert found["rollouts"][0]["logprob_gaps"] == [
+        0.0,
+        0.25,
+        -1.0,
+    ]  # the trainer's −0.5, −0.25, −1.5 less the sampler's −0.5
     assert found["pieces"] == {2: "<2>", 8: "<8>", 24: "<24>", 25: "<25>"}
     assert RunReader(folder).step_rollouts(2) == {"rollouts": [], "pieces": {}}
 
@@ -76,7 +81,7 @@ def test_a_long_run_has_few_points_and_its_last_steps_in_full(tmp_path: Path) ->
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reader = RunReader(folder)
     reader.refresh()
-    shown = reader.data()
+    shown = page_data(reader)
     # 1500 steps in at most 600 points: 3 steps each
     assert (shown["series"]["stride"], len(shown["series"]["steps"])) == (3, 500)
     assert len(shown["series"]["steps"]) <= MAX_POINTS
@@ -86,7 +91,7 @@ def test_a_long_run_has_few_points_and_its_last_steps_in_full(tmp_path: Path) ->
 def test_every_metric_on_the_page_that_is_known_has_its_words(tmp_path: Path) -> None:
     reader = RunReader(make_run(tmp_path / "run"))
     reader.refresh()
-    words = reader.data()["words"]
+    words = page_data(reader)["words"]
     assert words["reward/mean"][0].startswith("mean reward of all rollouts")
     assert "other/number_1" not in words
 
@@ -98,7 +103,7 @@ def test_events_of_every_step_are_kept_for_the_timeline_only(tmp_path: Path) -> 
     folder.event("engine_replaced", engine=2)
     reader = RunReader(folder)
     reader.refresh()
-    shown = reader.data()
+    shown = page_data(reader)
     assert [event["event"] for event in shown["events"]] == ["started", "engine_replaced"]
     assert len(shown["moments"]) == MAX_MOMENTS
     assert {event["ordinals"] for event in shown["moments"]} == {2}  # how many, not which
@@ -107,6 +112,6 @@ def test_events_of_every_step_are_kept_for_the_timeline_only(tmp_path: Path) -> 
 def test_a_folder_without_settings_or_rollouts_still_makes_a_page(tmp_path: Path) -> None:
     reader = RunReader(RunFolder(tmp_path))
     reader.refresh()
-    shown = reader.data()
+    shown = page_data(reader)
     assert shown["card"]["facts"]["model"] is None
     assert shown["health"] == []

@@ -2,13 +2,11 @@ from typing import Any
 
 import pytest
 
-from podium.report.web.rollouts import (
+from podium.report.web.reader import (
     LAST_STEPS,
+    LIMITS,
     MAX_GRID_STEPS,
-    MAX_PROMPT,
     MAX_STEP_BYTES,
-    MAX_TEXT,
-    MAX_TOKENS,
     ROLLOUTS_PER_STEP,
     chosen,
     for_page,
@@ -75,13 +73,14 @@ def test_a_step_has_so_much_room_and_no_more() -> None:
 
 def test_long_texts_are_cut_for_the_page_and_whole_for_the_live_one() -> None:
     line = make_line(1.0, "x" * 50_000, prompt="y" * 50_000, token_ids=[1] * 5000, logprobs=[-1.0] * 5000)
-    line["logprob_gaps"] = [0.5] * 5000
+    line |= {"logprob_gaps": [0.5] * 5000, "answer": "z" * 50_000}
     cut, whole = for_page(line, 3, is_cut=True), for_page(line, 3, is_cut=False)
-    lengths = [len(cut[key]) for key in ("text", "prompt", "ids", "logprobs", "gaps")]
-    assert lengths == [MAX_TEXT, MAX_PROMPT, MAX_TOKENS, MAX_TOKENS, MAX_TOKENS]
+    assert {key: len(cut[key]) for key in LIMITS if key != "answer"} == {
+        k: v for k, v in LIMITS.items() if k != "answer"
+    }
     assert (cut["num_chars"], cut["num_tokens"]) == (50_000, 5000)
-    assert [len(whole[key]) for key in ("text", "prompt", "ids", "gaps")] == [50_000, 50_000, 5000, 5000]
+    assert [len(whole[key]) for key in ("text", "prompt", "token_ids", "logprob_gaps")] == [50_000, 50_000, 5000, 5000]
 
 
 def test_a_rollout_that_was_not_trained_has_no_gaps() -> None:
-    assert "gaps" not in for_page(make_line(), 1, is_cut=True)
+    assert for_page(make_line(), 1, is_cut=True)["logprob_gaps"] is None

@@ -1,4 +1,4 @@
-from podium.report.web.series import Series
+from podium.report.web.reader import Series
 
 
 def make_series(*values: float | None, name: str = "loss/total") -> Series:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podium.errors import InputError
-from podium.report.dispatch.tracker import MAX_FAILURES, Background, Tracker
+from podium.report._tracker import MAX_FAILURES, Background, Tracker
 from podium.run.folder import RunFolder
 from podium.run.start import resume, train
 from podium.settings.tables import Settings
@@ -131,9 +131,7 @@ def run_with(folder: Path, report: dict[str, Any], **run: Any) -> Any:
 
 
 def test_a_blocked_tracker_costs_a_run_less_than_a_hundredth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "podium.report.dispatch.tracker.Background.close", lambda self: False
-    )  # its patience has its own test
+    monkeypatch.setattr("podium.report._tracker.Background.close", lambda self: False)  # its patience has its own test
     Blocked.seconds, Blocked.calls = 0.0, 0
     summary = run_with(tmp_path / "run", {"name": f"{__name__}:Blocked"})
     assert (summary.state, summary.step, Blocked.calls) == ("finished", 4, 4)

@@ -7,7 +7,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from podium.export.folder import export
+from podium.export import export
 from podium.model.load import EMBEDDED
 from tests.exporting import QUESTIONS, greedy, plain_model, trained_run
 from tests.server.serving import Running, serving

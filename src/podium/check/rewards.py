@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import median
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from podium.reward.build import build_scoring, check_rewards
 from podium.reward.scoring.stage import Failed, NamedReward, Scoring, declared_range, has_best
 from podium.reward.scoring.verifiers import answer_text
 from podium.settings.tables import Settings
+from podium.terminal import aligned
 
 SHOWN = 3
 """Number of rows that are shown per kind of trouble."""
@@ -116,10 +118,8 @@ async def _try_all(scoring: Scoring, prompts: Sequence[Prompt], tokenizer: Any, 
     for reward, its_rows in rows.values():
         every = math.ceil(len(its_rows) / max_rows)
         trials, unchecked = planned(reward, its_rows[::every])
-        for trial in trials[:1]:
-            await _tried(
-                scoring, reward, trial, tokenizer
-            )  # starts the workers, which must not count as time of a call
+        for trial in trials[:1]:  # starts the workers, whose start must not count as time of a call
+            await _tried(scoring, reward, trial, tokenizer)
         tried = [await _tried(scoring, reward, trial, tokenizer) for trial in trials]
         findings.append(Findings(reward, tuple(tried), unchecked))
     return findings
@@ -134,50 +134,44 @@ def planned(reward: NamedReward, prompts: Sequence[Prompt]) -> tuple[list[Trial]
         return [], "it declares no highest value (podium.declare_range), so what passes is not known"
     written = [(prompt, text) for prompt in prompts if (text := write(prompt)) is not None]
     if not written:
-        return [], "no row tells how a right answer looks (podium.gold_answer)"
+        return [], "no row says what a right answer looks like (podium.gold_answer)"
     trials = [Trial("gold", prompt, text) for prompt, text in written]
     for place, (prompt, text) in enumerate(written):
         turned = written[place + 1 :] + written[:place]
-        other = next((other for _, other in turned if not _is_same(other, text)), None)
-        trials += [] if other is None else [Trial("other", prompt, other)]
+        # The same answer with other spaces, or in other case, is no wrong answer.
+        same = (text.split(), text.casefold().strip())
+        wrong = (each for _, each in turned if each.split() != same[0] and each.casefold().strip() != same[1])
+        trials += [Trial("other", prompt, other) for other in islice(wrong, 1)]
     trials += [Trial("hostile", written[0][0], text, label) for label, text in HOSTILE.items()]
     return trials, None
 
 
-def _is_same(one: str, other: str) -> bool:
-    return one.split() == other.split() or one.casefold().strip() == other.casefold().strip()
-
-
 async def _tried(scoring: Scoring, reward: NamedReward, trial: Trial, tokenizer: Any) -> Trial:
+    """The trial with its outcome. The rollout is as if the policy had written the text."""
     is_inside = trial.prompt.opens_thinking and reward.options.get("thinking") == "ignore"
-    group = Group(trial.prompt, (_rollout(f"{CLOSE}\n{trial.text}" if is_inside else trial.text, tokenizer),))
+    text = f"{CLOSE}\n{trial.text}" if is_inside else trial.text
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    rollout = Rollout(ids, (0.0,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
+    group = Group(trial.prompt, (rollout,))
     started = time.perf_counter()
-    value, trouble, is_breach = None, None, False
+    found: dict[str, Any] = {}
     try:
         (outcome,) = await scoring.outcomes(reward, group)
-        value = None if isinstance(outcome, Failed) else outcome
-        trouble = outcome.reason if isinstance(outcome, Failed) else "it abstained" if outcome is None else None
+        if isinstance(outcome, Failed):
+            found = {"trouble": outcome.reason}
+        else:
+            found = {"value": outcome, "trouble": "it abstained" if outcome is None else None}
     except RewardContractError as error:
-        trouble, is_breach = str(error), True
-    took = 1000 * (time.perf_counter() - started)
-    return Trial(trial.kind, trial.prompt, trial.text, trial.label, value, trouble, is_breach, took)
-
-
-def _rollout(text: str, tokenizer: Any) -> Rollout:
-    """A rollout as if the policy had written the text."""
-    ids = tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-    return Rollout(ids, (0.0,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
+        found = {"trouble": str(error), "is_breach": True}
+    return replace(trial, milliseconds=1000 * (time.perf_counter() - started), **found)
 
 
 def _report(findings: Sequence[Findings]) -> str:
     heads = ("reward", "right answers passed", "others' passed", "hostile passed", "no value", "median ms", "max ms")
-    table = [heads, *(_row(each) for each in findings if each.unchecked is None)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines = lines if len(table) > 1 else []
+    rows = [_row(each) for each in findings if each.unchecked is None]
+    lines = [aligned([heads, *rows])] if rows else []
     lines += [f"{each.reward.name}: not checked: {each.unchecked}" for each in findings if each.unchecked is not None]
-    for each in findings:
-        lines += _trouble_lines(each)
+    lines += [f"{each.reward.name}: {line}" for each in findings for line in _trouble_lines(each)]
     good = all(each.is_good for each in findings)
     return "\n".join([*lines, "", "ok" if good else "not ok: fix the reward or the rows above before training on them"])
 
@@ -191,21 +185,20 @@ def _row(each: Findings) -> tuple[str, ...]:
 
 def _trouble_lines(each: Findings) -> list[str]:
     """The first rows of each kind of trouble."""
-    gold, others, hostile = (each.passed(kind) for kind in ("gold", "other", "hostile"))
+    gold = each.passed("gold")
     failed = [trial for trial in each.of("gold") if trial not in gold]
-    without = [trial for trial in each.trials if trial.trouble is not None and trial.kind != "gold"]
-    kinds = (
-        ("right answer not passed", failed),
-        ("another row's answer passed", others),
-        ("hostile text passed", hostile),
-        ("no value", without),
-    )
+    kinds = {
+        "right answer not passed": failed,
+        "another row's answer passed": each.passed("other"),
+        "hostile text passed": each.passed("hostile"),
+        "no value": [trial for trial in each.trials if trial.trouble is not None and trial.kind != "gold"],
+    }
     lines = []
-    for title, trials in kinds:
-        lines += [f"{each.reward.name}: {title}: {_shown(trial)}" for trial in trials[:SHOWN]]
-        lines += [f"{each.reward.name}: and {len(trials) - SHOWN} more"] if len(trials) > SHOWN else []
+    for title, trials in kinds.items():
+        lines += [f"{title}: {_shown(trial)}" for trial in trials[:SHOWN]]
+        lines += [f"and {len(trials) - SHOWN} more"] if len(trials) > SHOWN else []
     if failed and not hasattr(each.reward.function, "gold"):
-        lines.append(f"{each.reward.name}: if an answer must be written in a form of its own, see podium.gold_answer")
+        lines.append("if an answer must be written in a special form, see podium.gold_answer")
     return lines
 
 

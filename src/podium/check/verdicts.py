@@ -12,11 +12,10 @@ from statistics import fmean
 from uuid import uuid4
 
 from podium.advantage.build import build_advantages
-from podium.check.calibrate import without_auto
-from podium.check.timing import Trial, run_trial, sampling_s, training_s
+from podium.check.calibrate import StepTiming, time_step, without_auto
 from podium.data.build import OrderedData, build_run_data, data_lines
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
-from podium.evaluation.held_out import held_out_groups
+from podium.evaluation import held_out_groups
 from podium.filter import build_accept
 from podium.model.load import Policy, load_policy
 from podium.records import Group
@@ -35,7 +34,7 @@ from podium.trainer.build import check_trainer
 DRY_RUN_PROMPTS = 2
 LONG_S = 24 * 3600
 OTHERS_SHARE = 0.05
-"""Share of the device's memory in use by other programs from which on the report mentions it."""
+"""The report mentions other programs if they use more than this share of the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _check(settings: Settings) -> tuple[str, bool]:
     check_retirement(settings, scoring, data)
     memory = memory_plan(settings, policy, max(data.lengths))
     with closing(scoring):
-        groups, trial = asyncio.run(_dry_run(settings, policy, data, scoring, memory))
+        groups, timing = asyncio.run(_dry_run(settings, policy, data, scoring, memory))
     if accept is not None:
         list(map(accept, groups))  # checks the return values of `accept`; no group is left out here
     parts = [
@@ -85,7 +84,7 @@ def _check(settings: Settings) -> tuple[str, bool]:
         *([Part("held-out data", data_lines(held_out, policy.tokenizer, "eval.data"))] if held_out else []),
         _reward_part(settings, groups),
         Part("memory", _memory_lines(settings, memory), (), _memory_problems(settings, policy.device.type, memory)),
-        _time_part(settings, data, groups, trial),
+        _time_part(settings, data, groups, timing),
     ]
     problems = sum(len(part.problems) for part in parts)
     end = f"{problems} to fix before `podium train`" if problems else "ok: `podium train` would start"
@@ -94,7 +93,7 @@ def _check(settings: Settings) -> tuple[str, bool]:
 
 async def _dry_run(
     settings: Settings, policy: Policy, data: OrderedData, scoring: Scoring, memory: MemoryPlan
-) -> tuple[list[Group], Trial | None]:
+) -> tuple[list[Group], StepTiming | None]:
     """Runs a few prompts through the real engine and rewards, then a short step if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
     with closing(
@@ -105,8 +104,8 @@ async def _dry_run(
         patient = scoring.for_evaluation(max_failed_share=1.0)  # failures are reported and do not end the check
         groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
-        trial = await run_trial(settings, policy, engine, a_step, memory) if memory.fits else None
-    return build_advantages(settings)(groups), trial
+        timing = await time_step(settings, policy, engine, a_step, memory) if memory.fits else None
+    return build_advantages(settings)(groups), timing
 
 
 def _settings_lines(settings: Settings) -> list[str]:
@@ -212,21 +211,18 @@ def _group_lines(group: Group) -> list[str]:
 
 
 def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
-    batch = plan.per_token * plan.largest_batch
-    others = plan.device - plan.available
+    checkpointing = ", with gradient checkpointing" if plan.gradient_checkpointing else ""
+    has_others = plan.device - plan.available > OTHERS_SHARE * plan.device
+    others = f"{_size(plan.available)}, which is what other programs leave of " if has_others else ""
     return [
         f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
         f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
         f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
         f"key-value cache {_size(plan.cache)} for {num_slots(settings)} rollouts of {plan.longest_document} tokens, "
-        "prompts too",
-        f"a batch of {plan.largest_batch:,} tokens {_size(batch)} "
-        f"({_size(plan.per_token)} a token{', with gradient checkpointing' if plan.gradient_checkpointing else ''}), "
-        f"logits {_size(plan.logits)}",
-        f"together {_size(plan.total)} of {_size(plan.available)}, which is what other programs leave of "
-        f"{_size(plan.device)}"
-        if others > OTHERS_SHARE * plan.device
-        else f"together {_size(plan.total)} of {_size(plan.device)}",
+        "including prompts",
+        f"a batch of {plan.largest_batch:,} tokens {_size(plan.per_token * plan.largest_batch)} "
+        f"({_size(plan.per_token)} per token{checkpointing}), logits {_size(plan.logits)}",
+        f"in total {_size(plan.total)} of {others}{_size(plan.device)}",
     ]
 
 
@@ -243,24 +239,24 @@ def _memory_problems(settings: Settings, device: str, plan: MemoryPlan) -> list[
     return [f"too much: {remedies}"]
 
 
-def _time_part(settings: Settings, data: OrderedData, groups: Sequence[Group], trial: Trial | None) -> Part:
-    if trial is None:
+def _time_part(settings: Settings, data: OrderedData, groups: Sequence[Group], timing: StepTiming | None) -> Part:
+    if timing is None:
         return Part("time", ["not measured: it would not fit into memory"])
     rollouts = settings.run.prompts_per_step * settings.run.rollouts_per_prompt
-    longest = settings.rollout.options.get("max_new_tokens", trial.tokens)
+    longest = settings.rollout.options.get("max_new_tokens", timing.tokens)
     now = fmean(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    sampling = [sampling_s(trial, rollouts, length) for length in (now, longest)]
-    training = [training_s(trial, rollouts, length) for length in (now, longest)]
+    sampling = [timing.sampling_s(rollouts, length) for length in (now, longest)]
+    training = [timing.training_s(rollouts, length) for length in (now, longest)]
     low, high = (sum(pair) for pair in zip(sampling, training, strict=True))
     steps = data.num_steps
     lines = [
         f"a step takes about {_seconds(low)} to {_seconds(high)}: sampling {_seconds(sampling[0])} to "
         f"{_seconds(sampling[1])}, training {_seconds(training[0])} to {_seconds(training[1])}",
         f"{steps} steps take {_seconds(steps * low)} to {_seconds(steps * high)}; evaluations, checkpoints, refills "
-        "and rewards slower than sampling come on top, groups without signal come off",
-        f"measured here: {trial.rollouts} rollouts of {trial.tokens} tokens were sampled in {_seconds(trial.sample_s)} "
-        f"and trained in {_seconds(trial.train_s)}; the lower figures are for answers as long as in the dry-run "
-        f"({now:.0f} tokens), the upper for rollout.max_new_tokens = {longest}",
+        "and rewards slower than sampling add to this, groups without signal take less",
+        f"measured here: {timing.rollouts} rollouts of {timing.tokens} tokens were sampled in "
+        f"{_seconds(timing.sample_s)} and trained in {_seconds(timing.train_s)}; the lower figures are for answers as "
+        f"long as in the dry-run ({now:.0f} tokens), the upper for rollout.max_new_tokens = {longest}",
     ]
     notes = ["all steps take more than a day; lower run.steps, or see the speed section of the README"]
     return Part("time", lines, notes if steps * low > LONG_S else ())

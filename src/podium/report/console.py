@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from podium.records import EvalReport, Group, StepReport
-from podium.report.web.series import LAPS
+from podium.report.web.reader import LAPS
 from podium.terminal import printable, say
 
 COLUMNS = {

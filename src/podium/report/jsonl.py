@@ -101,27 +101,32 @@ class Jsonl:
 
 
 def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
-    """One line per rollout, ordered by prompt and sample index."""
-    sampled = [rollout.rollout_logprobs for group in report.groups for rollout in group.rollouts]
-    seen = [_policy_logprobs(report, group, index) for group in report.groups for index in range(len(group.rollouts))]
-    logprobs, gaps = _to_digits(sampled, 6), _logprob_gaps(seen, sampled)
-    for group in report.groups:
-        for index, rollout in enumerate(group.rollouts):
-            yield {
-                "ordinal": group.prompt.ordinal,
-                "sample_index": rollout.sample_index,
-                "seed": rollout.seed,
-                "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
-                "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
-                "source": group.prompt.source,
-                "prompt": group.prompt.question,
-                "answer": group.prompt.answer,
-                **judged(group, index),
-                "advantage": round(group.advantages[index], 6),
-                "token_ids": list(rollout.token_ids),
-                "logprobs": next(logprobs),
-                **next(gaps),
-            }
+    """One line per rollout, ordered by prompt and sample index. `logprob_gaps` are the trainer's logprobs minus the
+    sampler's; five digits are enough to see a gap."""
+    rows = [(group, index) for group in report.groups for index in range(len(group.rollouts))]
+    sampled = [group.rollouts[index].rollout_logprobs for group, index in rows]
+    seen = [_policy_logprobs(report, group, index) for group, index in rows]
+    both = [(policy, own) for policy, own in zip(seen, sampled, strict=True) if policy is not None]
+    assert all(len(policy) == len(own) for policy, own in both)
+    logprobs = _to_digits(sampled, 6)
+    gaps = _to_digits([policy for policy, _ in both], 5, minus=[own for _, own in both])
+    for (group, index), policy in zip(rows, seen, strict=True):
+        rollout = group.rollouts[index]
+        yield {
+            "ordinal": group.prompt.ordinal,
+            "sample_index": rollout.sample_index,
+            "seed": rollout.seed,
+            "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
+            "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
+            "source": group.prompt.source,
+            "prompt": group.prompt.question,
+            "answer": group.prompt.answer,
+            **judged(group, index),
+            "advantage": round(group.advantages[index], 6),
+            "token_ids": list(rollout.token_ids),
+            "logprobs": next(logprobs),
+            **({} if policy is None else {"logprob_gaps": next(gaps)}),
+        }
 
 
 def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -154,16 +159,6 @@ def _policy_logprobs(report: StepReport, group: Group, index: int) -> Sequence[f
     policy = report.policy_logprobs.get((group.prompt.ordinal, group.rollouts[index].digest))
     is_known = policy is not None and group.rewards[index] is not None and all(map(math.isfinite, policy))
     return policy if is_known else None
-
-
-def _logprob_gaps(
-    seen: Sequence[Sequence[float] | None], sampled: Sequence[Sequence[float]]
-) -> Iterator[dict[str, list[float]]]:
-    """For each rollout, the trainer's logprobs minus the sampler's. Five digits are enough to see a gap."""
-    both = [(policy, own) for policy, own in zip(seen, sampled, strict=True) if policy is not None]
-    assert all(len(policy) == len(own) for policy, own in both)
-    gaps = _to_digits([policy for policy, _ in both], 5, minus=[own for _, own in both])
-    return ({} if policy is None else {"logprob_gaps": next(gaps)} for policy in seen)
 
 
 def _to_digits(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.report.dispatch.tracker import Tracker
+from podium.report._tracker import Tracker
 from podium.report.web.reader import flattened
 from podium.run.folder import RunFolder
 

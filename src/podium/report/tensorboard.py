@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from podium.report.dispatch.tracker import Tracker
+from podium.report._tracker import Tracker
 from podium.run.folder import RunFolder
 
 

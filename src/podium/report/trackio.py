@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.report.dispatch.tracker import Tracker
+from podium.report._tracker import Tracker
 from podium.run.folder import RunFolder
 from podium.terminal import warn
 

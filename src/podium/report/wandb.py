@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from podium.report.dispatch.tracker import Tracker
+from podium.report._tracker import Tracker
 from podium.run.folder import RunFolder
 
 

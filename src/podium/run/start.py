@@ -27,10 +27,10 @@ from podium.check.calibrate import choose_engine, without_auto
 from podium.data.build import build_data, left_out, read_sources
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
 from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
-from podium.evaluation.held_out import Results, held_out_groups
+from podium.evaluation import Results, held_out_groups
 from podium.model.load import load_policy
 from podium.records import Group, RunState
-from podium.report.dispatch.reports import is_zero_gradient
+from podium.report.build import is_zero_gradient
 from podium.reward.build import build_scoring, check_rewards
 from podium.rollout.build import make_rollout_for
 from podium.run.folder import RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 
 from podium.engine.build import cpu_team
 from podium.errors import InputError
-from podium.export.trained import find_trained
+from podium.export import find_trained
 from podium.model.load import Policy, load_policy
 from podium.server.app import make_app
 from podium.server.door import digest

@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,13 +21,18 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from podium.errors import InputError
-from podium.report.web.glossary import explanations
-from podium.report.web.html import render, to_json
-from podium.report.web.reader import RunReader, flattened, run_card
-from podium.report.web.series import LAPS, Series
+from podium.report.page import explanations, page_data, render, to_json
+from podium.report.web.reader import LAPS, RunReader, Series, flattened, run_card
 from podium.run.folder import RunFolder
 
+HOST = "127.0.0.1"
+USUAL_PORT = 8787
+REQUEST_S = 20.0
+"""A client must send a complete request within this time after connecting, or after the previous answer."""
+SEND_S = 60.0
+"""How long a client may take to read an answer."""
 MAX_POINTS = 300
+"""Points per curve on the page of several runs."""
 OVERLAID = (
     "reward/mean",
     "reward/correct_rate",
@@ -43,55 +48,6 @@ def find_runs(folder: Path) -> dict[str, Path]:
     """Run folders one or two levels below `folder`, by their path relative to it."""
     found = sorted([*folder.glob("*/settings.toml"), *folder.glob("*/*/settings.toml")])
     return {str(path.parent.relative_to(folder)): path.parent for path in found}
-
-
-def runs_data(folder: Path, readers: Mapping[str, RunReader]) -> dict[str, Any]:
-    """The data of the page of several runs: their curves for an overlay, their settings for a comparison."""
-    return {
-        "folder": str(folder),
-        "runs": [_run_or_error(name, reader) for name, reader in readers.items()],
-        "words": explanations((*OVERLAID, "eval/accuracy")),
-    }
-
-
-def _run_or_error(name: str, reader: RunReader) -> dict[str, Any]:
-    """A run that cannot be shown appears with its error; the others are shown as usual."""
-    try:
-        return _run_data(name, reader)
-    except Exception as error:
-        status = {"state": "unreadable", "message": f"{type(error).__name__}: {error}"}
-        empty = {"series": Series().sampled(MAX_POINTS), "evals": [], "settings": {}}
-        return {"name": name, "link": f"run/{quote(name)}/", "card": run_card({}, reader.folder.path, 0)} | {
-            "status": status,
-            **empty,
-        }
-
-
-def _run_data(name: str, reader: RunReader) -> dict[str, Any]:
-    status = reader.status()
-    overlaid = Series()
-    columns = {metric: reader.series.column(metric) for metric in OVERLAID}
-    laps = [reader.series.column(f"time/{stage}_s") for stage in LAPS]
-    for place, step in enumerate(reader.series.steps):
-        line = {metric: value for metric, values in columns.items() if (value := values[place]) is not None}
-        overlaid.add({"step": step, **line, "time/step_s": sum(values[place] or 0.0 for values in laps)})
-    return {
-        "name": name,
-        "link": f"run/{quote(name)}/",
-        "card": reader.card(status),
-        "status": status,
-        "series": overlaid.sampled(MAX_POINTS),
-        "evals": reader.evals,
-        "settings": flattened(reader.settings()),
-    }
-
-
-HOST = "127.0.0.1"
-USUAL_PORT = 8787
-REQUEST_S = 20.0
-"""A client must send a complete request within this time after connecting, or after the previous answer."""
-SEND_S = 60.0
-"""How long a client may take to read an answer."""
 
 
 class DeadlineReader(io.RawIOBase):
@@ -118,26 +74,56 @@ class LiveRun:
     """The reader of one run, behind a lock: requests come from several threads."""
 
     def __init__(self, path: Path) -> None:
-        self.reader = RunReader(RunFolder(path))
-        self.lock = threading.Lock()
+        self._reader = RunReader(RunFolder(path))
+        self._lock = threading.Lock()
 
     def version(self) -> str:
         """Changes whenever the page may have something new to show."""
-        folder = self.reader.folder
+        folder = self._reader.folder
         files = (folder.metrics, folder.events, folder.path / "status.json", folder.settings)
         stats = [path.stat() if path.exists() else None for path in files]
-        return "-".join(f"{stat.st_size:x}.{stat.st_mtime_ns:x}" if stat else "" for stat in stats) + (
-            "r" if folder.is_locked() else ""
-        )
+        sizes = [f"{stat.st_size:x}.{stat.st_mtime_ns:x}" if stat else "" for stat in stats]
+        return "-".join(sizes) + ("r" if folder.is_locked() else "")
 
     def data(self) -> dict[str, Any]:
-        with self.lock:
-            self.reader.refresh()
-            return self.reader.data() | {"live": True}
+        with self._lock:
+            self._reader.refresh()
+            return page_data(self._reader) | {"live": True}
 
     def step_rollouts(self, step: int) -> dict[str, Any]:
-        with self.lock:
-            return self.reader.step_rollouts(step)
+        with self._lock:
+            return self._reader.step_rollouts(step)
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The run's part of the page of several runs. A run that cannot be shown appears with its error."""
+        reader = self._reader
+        row: dict[str, Any] = {"name": name, "link": f"run/{quote(name)}/"}
+        with self._lock:
+            try:
+                with suppress(Exception):  # a run that cannot be refreshed is shown as it was before
+                    reader.refresh()
+                status = reader.status()
+                row |= {"card": reader.card(status), "status": status, "settings": flattened(reader.settings())}
+                return row | {"series": _overlaid(reader.series).sampled(MAX_POINTS), "evals": reader.evals}
+            except Exception as error:
+                status = {"state": "unreadable", "message": f"{type(error).__name__}: {error}"}
+                row |= {"card": run_card({}, reader.folder.path, 0), "status": status, "settings": {}}
+                return row | {"series": Series().sampled(MAX_POINTS), "evals": []}
+
+
+def _overlaid(series: Series) -> Series:
+    """The metrics that are compared between runs, and the seconds per step."""
+    overlaid = Series()
+    columns = {metric: series.column(metric) for metric in OVERLAID}
+    laps = [series.column(f"time/{stage}_s") for stage in LAPS]
+    for place, step in enumerate(series.steps):
+        line = {metric: value for metric, values in columns.items() if (value := values[place]) is not None}
+        overlaid.add({"step": step, **line, "time/step_s": sum(values[place] or 0.0 for values in laps)})
+    return overlaid
+
+
+Answer = tuple[str, str, Callable[[], str]]
+"""Content type, version (empty if the client must not cache it) and body."""
 
 
 class Site:
@@ -154,42 +140,40 @@ class Site:
                     f"{path} is not a run folder and contains none: there is no settings.toml and no */settings.toml"
                 )
 
-    def answer(self, path: str) -> tuple[str, str, Callable[[], str]] | None:
-        """(content type, version, body) of a path; None if the path does not exist."""
+    def answer(self, path: str) -> Answer | None:
+        """None if the path does not exist."""
         if self._is_run:
             return self._run_answer(self._runs[""], path, {})
-        found = re.fullmatch(r"/run/(.+?)(/(?:|data\.json|rollouts/\d{1,9}))", path)
-        if found is not None:
-            run = self._runs.get(unquote(found[1]))
-            home = "../" * (2 + unquote(found[1]).count("/"))
-            return None if run is None else self._run_answer(run, found[2], {"home": home})
-        if path in ("/", "/data.json"):
-            self._find()
-            version = "+".join(f"{name}:{run.version()}" for name, run in self._runs.items())
-            return self._page_or_data(path, version, self._all_runs)
-        return None
+        if found := re.fullmatch(r"/run/(.+?)(/(?:|data\.json|rollouts/\d{1,9}))", path):
+            name = unquote(found[1])
+            home = {"home": "../" * (2 + name.count("/"))}
+            return self._run_answer(self._runs[name], found[2], home) if name in self._runs else None
+        if path not in ("/", "/data.json"):
+            return None
+        self._find()
+        version = "+".join(f"{name}:{run.version()}" for name, run in self._runs.items())
+        return _page_or_data(path, version, self._all_runs)
 
-    def _run_answer(self, run: LiveRun, path: str, extra: dict[str, Any]) -> tuple[str, str, Callable[[], str]] | None:
+    def _run_answer(self, run: LiveRun, path: str, extra: dict[str, Any]) -> Answer | None:
         if found := re.fullmatch(r"/rollouts/(\d{1,9})", path):
             return "application/json", "", lambda: to_json(run.step_rollouts(int(found[1])))
-        return self._page_or_data(path, run.version(), lambda: run.data() | extra)
-
-    def _page_or_data(
-        self, path: str, version: str, data: Callable[[], dict[str, Any]]
-    ) -> tuple[str, str, Callable[[], str]] | None:
-        if path == "/":
-            return "text/html", "", lambda: render(data())
-        return ("application/json", version, lambda: to_json(data())) if path == "/data.json" else None
+        return _page_or_data(path, run.version(), lambda: run.data() | extra)
 
     def _all_runs(self) -> dict[str, Any]:
-        for run in self._runs.values():
-            with run.lock, suppress(Exception):  # a run that cannot be refreshed is shown as it was before
-                run.reader.refresh()
-        return runs_data(self._path, {name: run.reader for name, run in self._runs.items()}) | {"live": True}
+        """The data of the page of several runs: their curves for an overlay, their settings for a comparison."""
+        runs = [run.row(name) for name, run in self._runs.items()]
+        words = explanations((*OVERLAID, "eval/accuracy"))
+        return {"folder": str(self._path), "runs": runs, "words": words, "live": True}
 
     def _find(self) -> None:
         """Looks for runs again, so that new ones appear."""
         self._runs = {name: self._runs.get(name) or LiveRun(path) for name, path in find_runs(self._path).items()}
+
+
+def _page_or_data(path: str, version: str, data: Callable[[], dict[str, Any]]) -> Answer | None:
+    if path == "/":
+        return "text/html", "", lambda: render(data())
+    return ("application/json", version, lambda: to_json(data())) if path == "/data.json" else None
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 from podium.advantage.build import build_advantages
 from podium.data.build import ReadSource, RunData, read_sources
-from podium.evaluation.held_out import HeldOut
+from podium.evaluation import HeldOut
 from podium.filter import build_filter
 from podium.observer import Observer
 from podium.pack import build_pack
 from podium.records import Batch, Plan, RunState, UpdateResult
-from podium.report.build import build_reports, check_reports
-from podium.report.dispatch.reports import Reports
+from podium.report.build import Reports, build_reports, check_reports
 from podium.report.page import Page
 from podium.reward.build import check_rewards
 from podium.reward.scoring.stage import Scoring

@@ -1,6 +1,6 @@
 "use strict";
-// What every part of the page needs: elements, numbers, explanations, the tooltip. No text ever becomes markup: all text
-// is set through textContent.
+// What every part of the page needs: elements, numbers, explanations, tooltips, the user's choices. All text is set
+// through textContent, so no text ever becomes markup.
 
 let data = JSON.parse(document.getElementById("data").textContent);
 const byId = id => document.getElementById(id);
@@ -51,7 +51,7 @@ const named = sign => {
 };
 const visible = text => String(text).replace(HIDDEN, named);
 
-// Tooltips: any element with `data-tip`, by pointer, touch or keyboard.
+// Tooltips: the `data-tip` of any element, shown by pointer, touch or keyboard.
 const tip = byId("tip");
 function showTip(node) {
   tip.textContent = node.dataset.tip;
@@ -66,7 +66,7 @@ for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, e
 for (const kind of ["focusout", "scroll"]) document.addEventListener(kind, hideTip, true);
 document.addEventListener("keydown", event => { if (event.key === "Escape") hideTip(); });
 
-// A metric's name with its formula and what a bad value means.
+// A label of a metric. Its tooltip has the formula and what a bad value means.
 function term(parent, text, metric, tag = "span") {
   const words = (data.words || {})[metric];
   const node = make(parent, tag, text);
@@ -78,10 +78,10 @@ function term(parent, text, metric, tag = "span") {
 }
 const plain = text => text.replaceAll("`", "");
 
-// What the reader has selected; it is kept when the page is redrawn or reloaded.
+// What the user has selected; it is kept when the page is redrawn or reloaded.
 const ui = {step: "", verifier: "", finish: "", low: "", high: "", trained: "", search: "", sort: "newest", selected: "", colour: "text", smooth: 0, hidden: {}, expanded: {}, rows: 25, shown: 60, window: 0, more: false, runs: {}};
 try { Object.assign(ui, JSON.parse(sessionStorage.getItem("podium:" + location.pathname) || "{}")); } catch { /* no storage: the selection is not kept */ }
-function keep() { try { sessionStorage.setItem("podium:" + location.pathname, JSON.stringify(ui)); } catch { /* the same */ } }
+function keep() { try { sessionStorage.setItem("podium:" + location.pathname, JSON.stringify(ui)); } catch { /* no storage */ } }
 
 function choice(parent, label, key, options, redraw) {
   const box = make(parent, "label", label), select = make(box, "select", undefined, "", {id: "pick-" + key});

@@ -1,4 +1,4 @@
-// Curves. A curve is {label, metric, steps, mean, low?, high?, dots?, colour?}; `low` and `high` exist if a point stands
+// Charts. A curve is {label, metric, steps, mean, low?, high?, dots?, colour?}; `low` and `high` exist if a point stands
 // for several steps. A chart is drawn at its real width, so that text keeps its size on a phone.
 
 const COLOURS = 8, EDGE = {left: 52, right: 10, top: 8, bottom: 20};
@@ -109,7 +109,7 @@ function plot(figure, readout, title, curves, options) {
   const layers = options.stacked ? stack(curves) : curves.map(curve => ({...curve}));
   const scale = scales(layers, width, height, options);
   const latest = curves.map(curve => `${curve.label} ${show(curve.mean.findLast(Number.isFinite))}`).join(", ");
-  const root = svg(figure, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `${title}: ${latest}. Arrow keys read the points.`});
+  const root = svg(figure, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: 0, "aria-label": `${title}: ${latest}. Use the arrow keys to read single steps.`});
   axes(root, scale, width, height);
   for (const curve of layers) {
     if (options.stacked) { svg(root, "path", {d: bandOf(curve, curve.low, curve.high, scale), fill: curve.colour, opacity: 0.75}); continue; }
@@ -122,7 +122,7 @@ function plot(figure, readout, title, curves, options) {
   reader(root, readout, curves, scale, width, height);
 }
 
-// Pointer and arrow keys read the values at a step.
+// The pointer and the arrow keys select a step; its values are shown below the chart.
 function reader(root, readout, curves, scale, width, height) {
   const steps = [...new Set(curves.flatMap(curve => curve.steps))].sort((a, b) => a - b);
   const cursor = svg(root, "line", {y1: EDGE.top, y2: height - EDGE.bottom, stroke: "var(--soft)", "stroke-dasharray": "3 3", visibility: "hidden"});

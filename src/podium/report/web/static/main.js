@@ -1,4 +1,4 @@
-// Draws the page, keeps it up to date, and handles keys.
+// Draws the page, updates it, and handles keyboard shortcuts.
 
 const SECTIONS = data.runs
   ? [["runs", "Runs"], ["curves", "Curves"], ["differences-part", "Settings"]]
@@ -34,9 +34,9 @@ addEventListener("resize", () => {
   waiting = setTimeout(() => drawn.forEach(draw => draw()), 120);
 });
 
-const KEYS = {"1 … 6": "go to a section", "j, k": "next and previous rollout", "c": "next colouring of the tokens", "/": "search rollouts", "← →": "move along the focused curve", "?": "show these keys"};
+const KEYS = {"1 … 6": "go to a section", "j, k": "next and previous rollout", "c": "change what the colours of the tokens mean", "/": "search rollouts", "← →": "move along the focused curve", "?": "show these keys"};
 function help() {
-  const box = make(document.body, "dialog", undefined, "", {"aria-label": "keys"}), table = make(make(box, "table", undefined, "left"), "tbody");
+  const box = make(document.body, "dialog", undefined, "", {"aria-label": "keyboard shortcuts"}), table = make(make(box, "table", undefined, "left"), "tbody");
   for (const [key, text] of Object.entries(KEYS)) { const row = make(table, "tr"); make(make(row, "td"), "kbd", key); make(row, "td", text); }
   button(box, "close", () => box.close());
   box.addEventListener("close", () => box.remove());
@@ -55,7 +55,7 @@ document.addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-// Live: asks the server for new data. From disk: reloads the file, unless the reader is typing, selecting or reading.
+// Live: asks the server for new data. From disk: reloads the file, unless the user is typing or has selected text.
 let seen = "";
 async function refresh() {
   try {

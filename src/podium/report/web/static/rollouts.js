@@ -1,9 +1,9 @@
 // The rollout browser: a filtered list, and one rollout with its rewards and coloured tokens.
 
 const FIRST_CHARS = 20000, FIRST_TOKENS = 3000, fetched = {}, opened = new Set();
-const keyOf = rollout => `${rollout.step}/${rollout.ordinal}/${rollout.sample}`;
+const keyOf = rollout => `${rollout.step}/${rollout.ordinal}/${rollout.sample_index}`;
 
-// A page from disk carries some steps; the live page can fetch any step in full.
+// A page from disk has the rollouts of some steps; the live page can fetch any step in full.
 function rolloutsNow() {
   if (ui.step && fetched[ui.step]) return fetched[ui.step].rollouts;
   return ui.step ? data.rollouts.filter(rollout => String(rollout.step) === ui.step) : data.rollouts;
@@ -19,11 +19,11 @@ const pieceOf = (rollout, id) => (fetched[rollout.step] || data).pieces[id] ?? d
 
 function passes(rollout) {
   const number = text => text === "" ? null : +text;
-  if (ui.verifier && !(ui.verifier in rollout.parts)) return false;
-  const value = ui.verifier ? rollout.parts[ui.verifier] : rollout.reward;
+  if (ui.verifier && !(ui.verifier in rollout.reward_parts)) return false;
+  const value = ui.verifier ? rollout.reward_parts[ui.verifier] : rollout.reward;
   if (number(ui.low) !== null && !(value !== null && value >= number(ui.low))) return false;
   if (number(ui.high) !== null && !(value !== null && value <= number(ui.high))) return false;
-  if (ui.finish && rollout.finish !== ui.finish) return false;
+  if (ui.finish && rollout.finish_reason !== ui.finish) return false;
   if (ui.trained && String(rollout.trained) !== ui.trained) return false;
   return !ui.search || (rollout.text + "\n" + rollout.prompt).toLowerCase().includes(ui.search.toLowerCase());
 }
@@ -32,7 +32,7 @@ const ORDERS = {
   best: (a, b) => b.reward - a.reward, worst: (a, b) => a.reward - b.reward, longest: (a, b) => b.num_tokens - a.num_tokens,
   gap: (a, b) => widest(b) - widest(a),
 };
-const widest = rollout => (rollout.gaps || []).reduce((most, gap) => Math.max(most, Math.abs(gap)), 0);
+const widest = rollout => (rollout.logprob_gaps || []).reduce((most, gap) => Math.max(most, Math.abs(gap)), 0);
 
 function drawBrowser(parent) {
   const every = data.rollouts, redraw = () => { ui.shown = 60; drawRollouts(byId("rollouts-body")); fetchStep(ui.step); };
@@ -42,12 +42,12 @@ function drawBrowser(parent) {
   if (data.live) {
     field(controls, `step, 1 to ${data.rollout_steps}; empty: a selection of all steps`, "step", "number", redraw, {min: 1, max: data.rollout_steps});
   } else choice(controls, "step", "step", [["", "all on this page"], ...known.sort((a, b) => b - a).map(step => [String(step), String(step)])], redraw);
-  choice(controls, "verifier", "verifier", [["", "total reward"], ...[...new Set(every.flatMap(rollout => Object.keys(rollout.parts)))].sort().map(name => [name, name])], redraw);
+  choice(controls, "verifier", "verifier", [["", "total reward"], ...[...new Set(every.flatMap(rollout => Object.keys(rollout.reward_parts)))].sort().map(name => [name, name])], redraw);
   field(controls, "reward from", "low", "number", redraw, {step: "any"});
   field(controls, "to", "high", "number", redraw, {step: "any"});
-  choice(controls, "ended by", "finish", [["", "any"], ...[...new Set(every.map(rollout => rollout.finish))].sort().map(name => [name, name])], redraw);
+  choice(controls, "finish reason", "finish", [["", "any"], ...[...new Set(every.map(rollout => rollout.finish_reason))].sort().map(name => [name, name])], redraw);
   choice(controls, "trained", "trained", [["", "yes or no"], ["true", "yes"], ["false", "no"]], redraw);
-  choice(controls, "order", "sort", [["newest", "newest"], ["oldest", "oldest"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "longest"], ["gap", "widest sampler–trainer gap"]], redraw);
+  choice(controls, "order", "sort", [["newest", "newest"], ["oldest", "oldest"], ["best", "highest reward"], ["worst", "lowest reward"], ["longest", "longest"], ["gap", "largest sampler–trainer difference"]], redraw);
   field(controls, "text", "search", "search", redraw, {placeholder: "find in prompt and answer"});
   drawRollouts(make(parent, "div", undefined, "", {id: "rollouts-body"}));
   fetchStep(ui.step);
@@ -67,7 +67,7 @@ function drawRollouts(parent) {
   for (const rollout of some.slice(0, ui.shown)) {
     const item = button(list, "", () => select(keyOf(rollout)), "", {"aria-current": String(keyOf(rollout) === ui.selected), "data-key": keyOf(rollout)});
     make(item, "span", show(rollout.reward), "pill " + (rollout.correct === null ? "" : rollout.correct ? "right" : "wrong"));
-    make(item, "span", `step ${rollout.step} · ${rollout.num_tokens} tokens · ${rollout.finish}`, "small");
+    make(item, "span", `step ${rollout.step} · ${rollout.num_tokens} tokens · ${rollout.finish_reason}`, "small");
     make(make(item, "span", undefined, "snippet"), "bdi", visible(rollout.prompt.slice(0, 120)).replace(/\s+/g, " "));
   }
   if (some.length > ui.shown) button(list, `${some.length - ui.shown} more`, () => { ui.shown += 200; drawRollouts(parent); });
@@ -94,10 +94,10 @@ function move(by) {
 function drawDetail(parent, rollout) {
   parent.textContent = "";
   const verdict = rollout.correct === null ? "" : rollout.correct ? " · correct" : " · not correct";
-  make(parent, "p", `step ${rollout.step} · prompt ${rollout.ordinal}, rollout ${rollout.sample}` + (rollout.source ? ` of ${visible(rollout.source)}` : "") + ` · written by policy version ${[...new Set(rollout.version)].join("–")} · ${rollout.trained ? "trained" : "not trained"}`, "small soft");
-  make(parent, "h3", `reward ${show(rollout.reward)} · advantage ${show(rollout.advantage)} · ended by ${rollout.finish} after ${rollout.num_tokens} tokens${verdict}`);
-  const parts = make(parent, "div", undefined, "parts"), most = Math.max(1e-9, ...Object.values(rollout.parts).map(value => Math.abs(value || 0)));
-  for (const [name, value] of Object.entries(rollout.parts)) {
+  make(parent, "p", `step ${rollout.step} · prompt ${rollout.ordinal}, rollout ${rollout.sample_index}` + (rollout.source ? ` of ${visible(rollout.source)}` : "") + ` · written by policy version ${[...new Set([rollout.policy_version].flat())].join("–")} · ${rollout.trained ? "trained" : "not trained"}`, "small soft");
+  make(parent, "h3", `reward ${show(rollout.reward)} · advantage ${show(rollout.advantage)} · finish reason ${rollout.finish_reason} after ${rollout.num_tokens} tokens${verdict}`);
+  const parts = make(parent, "div", undefined, "parts"), most = Math.max(1e-9, ...Object.values(rollout.reward_parts).map(value => Math.abs(value || 0)));
+  for (const [name, value] of Object.entries(rollout.reward_parts)) {
     make(parts, "span", visible(name)); make(make(parts, "span", undefined, "track"), "i").style.width = 100 * Math.abs(value || 0) / most + "%"; make(parts, "span", value === null ? "abstained" : show(value));
   }
   make(parent, "h3", "prompt");
@@ -105,7 +105,7 @@ function drawDetail(parent, rollout) {
   if (rollout.answer !== "None") { make(parent, "h3", "expected"); longText(parent, rollout.answer, "expected-text"); }
   const head = make(parent, "div", undefined, "controls", {style: "margin:0"});
   make(head, "h3", "answer");
-  const modes = [["text", "as text"], ["logprob", "tokens by logprob"], ["advantage", "tokens by advantage"], ...(rollout.gaps ? [["gap", "tokens by sampler–trainer difference"]] : [])];
+  const modes = [["text", "as text"], ["logprob", "tokens by logprob"], ["advantage", "tokens by advantage"], ...(rollout.logprob_gaps ? [["gap", "tokens by sampler–trainer difference"]] : [])];
   const colour = modes.some(([mode]) => mode === ui.colour) ? ui.colour : "text";
   const picker = make(head, "select", undefined, "", {id: "pick-colour", "aria-label": "colour of the tokens"});
   for (const [mode, label] of modes) make(picker, "option", label, "", {value: mode});
@@ -120,19 +120,19 @@ function drawDetail(parent, rollout) {
   if (colour === "text") longText(parent, rollout.text, "answer-text", rollout.num_chars); else tokens(parent, rollout, colour);
 }
 
-// What the reader opened stays open when the page is redrawn.
+// A text that the user expanded stays expanded when the page is redrawn.
 function longText(parent, text, id, whole) {
   const key = `${ui.selected} ${id}`, isShort = text.length > FIRST_CHARS && !opened.has(key);
   const box = make(parent, "pre", visible(isShort ? text.slice(0, FIRST_CHARS) : text), "", {id, dir: "auto", tabindex: 0});
   if (isShort) { const rest = button(parent, `show all ${text.length.toLocaleString("en")} characters`, () => { opened.add(key); box.textContent = visible(text); rest.remove(); }); }
-  if (whole > text.length) make(parent, "p", `The first ${text.length.toLocaleString("en")} of ${whole.toLocaleString("en")} characters; the rest is in rollouts/, and on the live page.`, "small soft");
+  if (whole > text.length) make(parent, "p", `The first ${text.length.toLocaleString("en")} of ${whole.toLocaleString("en")} characters; all are in rollouts/ and on the live page.`, "small soft");
 }
 
-// Strength of a token's colour, −1 … 1, and its legend.
+// How strongly each token is coloured, −1 … 1, and the legend.
 const SHADES = {
   logprob: rollout => ({of: index => Math.min(1, -rollout.logprobs[index] / 4), colours: ["var(--c1)", "var(--c1)"], legend: ["certain", "p ≤ 2 %"]}),
   advantage: rollout => ({of: () => Math.max(-1, Math.min(1, rollout.advantage / 2)), colours: ["var(--bad)", "var(--good)"], legend: ["made less likely", "made more likely"]}),
-  gap: rollout => { const most = Math.max(0.1, widest(rollout)); return {of: index => rollout.gaps[index] / most, colours: ["var(--c4)", "var(--c0)"], legend: [`trainer ${show(most)} nats below`, `${show(most)} above`]}; },
+  gap: rollout => { const most = Math.max(0.1, widest(rollout)); return {of: index => rollout.logprob_gaps[index] / most, colours: ["var(--c4)", "var(--c0)"], legend: [`trainer ${show(most)} nats below`, `${show(most)} above`]}; },
 };
 
 function tokens(parent, rollout, mode) {
@@ -140,13 +140,13 @@ function tokens(parent, rollout, mode) {
   make(legend, "span", undefined, "key").style.background = mode === "logprob" ? `linear-gradient(90deg, transparent, ${shade.colours[1]})` : `linear-gradient(90deg, ${shade.colours[0]}, transparent, ${shade.colours[1]})`;
   legend.append(shade.legend[1] + (mode === "logprob" ? " (the sampler's probability)" : ""));
   const box = make(parent, "pre", undefined, "", {id: "answer-tokens", dir: "auto", tabindex: 0});
-  const add = (from, to) => rollout.ids.slice(from, to).forEach((id, offset) => {
+  const add = (from, to) => rollout.token_ids.slice(from, to).forEach((id, offset) => {
     const index = from + offset, piece = visible(pieceOf(rollout, id)), strength = shade.of(index), token = make(box, "span", piece.replace(/\n/g, "↵\n"), "token");
     if (Math.abs(strength) > 0.004) token.style.background = `color-mix(in srgb, ${shade.colours[strength > 0 ? 1 : 0]} ${Math.round(8 + 62 * Math.abs(strength))}%, transparent)`;
-    const logprob = rollout.logprobs[index], gap = rollout.gaps ? `\ntrainer's logprob ${show(logprob + rollout.gaps[index])}, difference ${show(rollout.gaps[index])}` : "";
+    const logprob = rollout.logprobs[index], gap = rollout.logprob_gaps ? `\ntrainer's logprob ${show(logprob + rollout.logprob_gaps[index])}, difference ${show(rollout.logprob_gaps[index])}` : "";
     token.dataset.tip = `“${piece}”, id ${id}\nsampler's logprob ${show(logprob)}, probability ${show(Math.exp(logprob))}${gap}\nadvantage ${show(rollout.advantage)}`;
   });
   add(0, FIRST_TOKENS);
-  if (rollout.ids.length > FIRST_TOKENS) { const rest = button(parent, `show all ${rollout.ids.length} tokens`, () => { add(FIRST_TOKENS, rollout.ids.length); rest.remove(); }); }
-  if (rollout.ids.length < rollout.num_tokens) make(parent, "p", `The first ${rollout.ids.length} of ${rollout.num_tokens} tokens; the rest is in rollouts/, and on the live page.`, "small soft");
+  if (rollout.token_ids.length > FIRST_TOKENS) { const rest = button(parent, `show all ${rollout.token_ids.length} tokens`, () => { add(FIRST_TOKENS, rollout.token_ids.length); rest.remove(); }); }
+  if (rollout.token_ids.length < rollout.num_tokens) make(parent, "p", `The first ${rollout.token_ids.length} of ${rollout.num_tokens} tokens; all are in rollouts/ and on the live page.`, "small soft");
 }

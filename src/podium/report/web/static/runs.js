@@ -1,6 +1,6 @@
 // Several runs: a table, their curves in shared charts, and the settings in which they differ.
 
-const OVERLAYS = [["Mean reward", "reward/mean"], ["Correct rollouts", "reward/correct_rate"], ["Held-out accuracy", "eval/accuracy"], ["Loss", "loss/total"], ["Entropy of the policy", "policy/entropy"], ["Length of answers", "rollout/length_mean"], ["Sampler against trainer", "mismatch/abs_mean"], ["Groups with signal", "batch/kept_ratio"], ["Seconds per step", "time/step_s"]];
+const OVERLAYS = [["Mean reward", "reward/mean"], ["Correct rollouts", "reward/correct_rate"], ["Held-out accuracy", "eval/accuracy"], ["Loss", "loss/total"], ["Entropy of the policy", "policy/entropy"], ["Length of answers", "rollout/length_mean"], ["Sampler and trainer", "mismatch/abs_mean"], ["Groups with signal", "batch/kept_ratio"], ["Seconds per step", "time/step_s"]];
 const chosenRuns = () => data.runs.filter(run => ui.runs[run.name] !== false);
 
 function drawRunsHead() {

@@ -1,8 +1,8 @@
-// The sections of one run's page except its rollouts: head, numbers, curves, timeline, steps, health.
+// The sections of one run's page except its rollouts: header, numbers, curves, timeline, steps, health.
 
 const STATES = {running: "running", finished: "finished", stopped: "stopped", failed: "failed", killed: "killed"};
 const lastOf = (metric, back = 1) => { const column = data.series.columns[metric]; return column ? column.mean.at(-back) : undefined; };
-// The last steps in full; the page of a long run has no others in full.
+// The steps with all their metrics. The page of a long run has only the last ones.
 const exact = () => data.recent.length ? data.recent : data.series.steps.map((step, index) => {
   const line = {step};
   for (const [name, column] of Object.entries(data.series.columns)) line[name] = column.mean[index];
@@ -81,7 +81,7 @@ function drawCharts(parent) {
   const controls = make(parent, "div", undefined, "controls"), grid = make(parent, "div", undefined, "grid charts");
   const smooth = field(controls, "smoothing", "smooth", "range", () => drawn.forEach(draw => draw()), {min: 0, max: 0.95, step: 0.05});
   smooth.setAttribute("aria-label", "smoothing of the curves");
-  if (data.series.stride > 1) make(controls, "p", `A point stands for ${data.series.stride} steps: the line is their mean, the band reaches from the lowest to the highest.`, "small soft");
+  if (data.series.stride > 1) make(controls, "p", `A point stands for ${data.series.stride} steps: the line is their mean, the band their range.`, "small soft");
   const used = new Set(), names = Object.keys(data.series.columns);
   const curves = (...pairs) => pairs.map(([metric, label, extra]) => { used.add(metric); return curveOf(metric, label, extra); });
   const optional = {optional: true};
@@ -92,10 +92,10 @@ function drawCharts(parent) {
   chart(grid, "KL to the reference", curves(["kl/k1", "k1"], ["kl/k2", "k2"], ["kl/k3", "k3"]));
   chart(grid, "Entropy of the policy", curves(["policy/entropy", "entropy, nats"]));
   chart(grid, "Length of answers", curves(["rollout/length_mean", "mean"], ["rollout/length_max", "longest"]));
-  chart(grid, "Sampler against trainer", curves(["mismatch/abs_mean", "mean |logprob difference|"], ["mismatch/outside_share", "tokens off by a tenth", optional], ["mismatch/masked_share", "tokens removed", optional]));
+  chart(grid, "Sampler and trainer", curves(["mismatch/abs_mean", "mean |logprob difference|"], ["mismatch/outside_share", "share of tokens off by a tenth", optional], ["mismatch/masked_share", "share of tokens removed", optional]));
   chart(grid, "Throughput, tokens per second", curves(["rollout/tokens_per_s", "generated"], ["perf/train_tokens_per_s", "trained"]));
   chart(grid, "Groups with signal", curves(["batch/kept_ratio", "share trained"]));
-  chart(grid, "How answers end", curves(["rollout/stop_rate", "stopped"], ["rollout/truncated_share", "cut"]));
+  chart(grid, "How answers end", curves(["rollout/stop_rate", "stop token"], ["rollout/truncated_share", "truncated"]));
   chart(grid, "Gradient norm", curves(["optim/grad_norm", "before clipping"]));
   chart(grid, "Clipped tokens", curves(["loss/clipped_low_share", "low", optional], ["loss/clipped_high_share", "high", optional]));
   chart(grid, "Staleness, updates", curves(["version/lag_max", "oldest rollout", optional], ["version/lag_mean", "mean", optional]));
@@ -120,7 +120,7 @@ function drawTimeline(parent) {
   const lines = exact();
   if (!lines.length) return;
   const card = make(grid, "div", undefined, "card"), head = make(card, "div", undefined, "charthead"), count = 6;
-  make(head, "h3", "Second by second");
+  make(head, "h3", "Timeline of the last steps");
   const label = make(head, "label", "up to step ", "small soft", {style: "margin-left:auto"}), slider = make(label, "input", undefined, "", {type: "range", id: "pick-window", min: Math.min(count, lines.length), max: lines.length, "aria-label": "last step of the timeline"}), shown = make(label, "span");
   slider.value = ui.window || lines.length;
   const figure = make(card, "div");
@@ -133,11 +133,11 @@ function drawTimeline(parent) {
     const place = make(clock, "div");
     drawn.push(() => momentLanes(place, data.moments));
   }
-  make(card, "p", "Rewards are computed during generation; their lane is the sum over all workers. What follows a step's report (sync, evaluation, commit) appears before the next step's rollouts.", "small soft");
+  make(card, "p", "Rewards are computed during generation; their lane shows the sum over all workers. Sync, evaluation and commit follow a step's report, so they appear before the next step's rollouts.", "small soft");
 }
 
-// Wall-clock lanes from the last events: what was sampled, trained and pushed at the same time, and when each group
-// arrived. Events that name an engine or a worker get their own lane.
+// Wall-clock lanes of the last events: what was sampled, trained and pushed at the same time, and when each group
+// arrived. Events that name an engine or a worker have lanes of their own.
 function momentLanes(figure, moments) {
   const spans = [], waiting = {}, laneOf = (name, event) => [name, event.engine ?? event.worker].filter(part => part !== undefined).join(" ");
   for (const event of moments) {
@@ -168,7 +168,7 @@ function momentLanes(figure, moments) {
   for (const second of ticks(0, length, Math.max(2, width / 130))) svg(root, "text", {x: X(from + second), y: height - 4, "text-anchor": "middle"}, show(second) + " s");
 }
 
-// One lane per stage; the laps of a step follow each other, everything else overlaps its rollouts.
+// One lane per stage. The laps of a step follow each other; all other stages overlap its rollouts.
 function lanes(figure, lines) {
   figure.textContent = "";
   const beside = [...new Set(lines.flatMap(line => Object.keys(line)))].filter(name => /^time\/.*_s$/.test(name)).map(name => name.slice(5, -2)).filter(stage => !data.laps.includes(stage) && !/waits|overlapped/.test(stage));

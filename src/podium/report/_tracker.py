@@ -96,7 +96,10 @@ class Background:
 
 
 class Tracker:
-    """A report that sends everything to a package in the background. Subclasses implement `open`, `log` and `end`."""
+    """A report that sends everything to a package in the background.
+
+    Subclasses implement `open`, `log` and `end`, which run on the tracker's own thread.
+    """
 
     package: ClassVar[str]
     """The package that must be installed."""
@@ -105,8 +108,6 @@ class Tracker:
         self.folder = folder
         importlib.import_module(self.package)  # now, because an import during the run would slow it
         self._background: Background | None = None
-
-    # What a tracker implements; these run on the tracker's thread.
 
     def open(self, card: Mapping[str, Any], last_step: int) -> None:
         """`last_step` is the last step that a resume keeps; the steps after it will be logged again."""
@@ -117,8 +118,6 @@ class Tracker:
 
     def end(self, state: str) -> None:
         raise NotImplementedError
-
-    # What the run calls.
 
     def start(self, card: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> None:
         last_step = max((line["step"] for line in history), default=0)
@@ -136,8 +135,6 @@ class Tracker:
 
     def fail(self) -> None:
         self._close("failed")
-
-    # For the trackers' files.
 
     @property
     def run_id(self) -> str:
