@@ -71,12 +71,12 @@ ALLOWED = {
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation.held_out", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
     "runtime.ranks": BELOW_STAGES
-    | {"remote.rollouts", "data.build", "run.folder", "run.start", "runtime.local", "settings.tables"},
+    | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},
     "runtime.local": PLACED,
-    "runtime.ray": PLACED | {"remote.pool", "runtime.on_ray"},
+    "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
     "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
-    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.signals", "run.start", "sync"},
+    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.signals", "sync"},
     "settings.values": set(),
     "settings.contracts": {"errors", "records"},
     "settings.lookup": {"errors", "records", "settings.contracts"},

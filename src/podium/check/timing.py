@@ -17,8 +17,7 @@ from podium.model.load import Policy
 from podium.pack import build_pack
 from podium.records import Answer, Group, PrefixGroup, Prompt, Request, Rollout, Sampling
 from podium.runtime.wiring.memory import MemoryPlan
-from podium.runtime.wiring.reference import start_reference
-from podium.runtime.wiring.stages import train_step
+from podium.runtime.wiring.trainer import start_reference, train_step
 from podium.settings.tables import Settings
 from podium.stages import Engine
 from podium.trainer.build import build_trainer
