@@ -70,8 +70,7 @@ ALLOWED = {
     "export.model_card": {"run.folder", "run.ledger", "settings.tables"},
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation.held_out", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
-    "runtime.ranks": BELOW_STAGES
-    | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},
+    "runtime.ranks": BELOW_STAGES | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},
     "runtime.local": PLACED,
     "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
