@@ -136,13 +136,14 @@ def measure_parts(folder: Path, repeats: int) -> tuple[list[Lot], list[Push]]:
     """Through the stages of a real run with one worker."""
     from podium.run.folder import RunFolder
     from podium.runtime.local import local
+    from podium.runtime.wiring.stages import wire
     from podium.settings.tables import Settings
 
     tables = work(16, 1, 1, 0)
     tables["run"]["folder"] = str(folder)
     settings = Settings.from_dict(tables).resolve()
     place = RunFolder(folder)
-    wired = local(settings, place, lambda: False, console_mode="quiet")
+    wired = wire(settings, place, local(settings, place, None), lambda: False, None, "quiet")
     place.create()
     try:
         return asyncio.run(_parts(wired.stages, wired.engine, place, repeats))

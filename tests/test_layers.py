@@ -62,10 +62,9 @@ ALLOWED = {
     "evaluation": {"errors", "records", "report", "stages", "terminal"},
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
-    "runtime.ranks": BELOW_STAGES
-    | {"remote.rollouts", "data.build", "run.folder", "run.start", "runtime.local", "settings.tables"},
+    "runtime.ranks": BELOW_STAGES | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},
     "runtime.local": PLACED,
-    "runtime.ray": PLACED | {"remote.pool", "runtime.on_ray"},
+    "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
     "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
     "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.start", "sync"},

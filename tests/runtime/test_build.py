@@ -14,7 +14,7 @@ from podium.errors import InputError
 from podium.pack import pack
 from podium.records import Batch, Prompt, Rollout, UpdateResult
 from podium.run.start import train
-from podium.runtime.wiring.stages import train_step
+from podium.runtime.wiring.trainer import train_step
 from podium.settings.tables import Settings
 from tests.builders import make_group
 from tests.conftest import small_tables

@@ -37,15 +37,12 @@ from podium.run.checkpoint import list_checkpoints, read_tensors
 from podium.run.folder import RunFolder
 from podium.run.start import StopSignal, Summary, resume, train
 from podium.runtime.on_flyte import environments as where
-from podium.runtime.on_flyte import replica, tasks
-from podium.runtime.on_flyte.driver import Store, drive
-from podium.runtime.on_flyte.environments import _installed, extras_of, image_with
+from podium.runtime.on_flyte import tasks
+from podium.runtime.on_flyte.driver import Store, drive, prepare_cluster
+from podium.runtime.on_flyte.environments import Dir, _installed, extras_of, flyte, image_with
 from podium.runtime.on_flyte.environments import packages as packages_with
-from podium.runtime.on_flyte.launch import prepare_cluster
-from podium.runtime.on_flyte.replica import Job
-from podium.runtime.on_flyte.sdk import Dir, flyte
-from podium.runtime.on_flyte.stages import _asked_for
-from podium.runtime.on_flyte.wiring import read
+from podium.runtime.on_flyte.stages import _asked_for, read
+from podium.runtime.on_flyte.tasks import Job
 from podium.settings.tables import Settings
 from tests import commands
 from tests.builders import make_prompt, make_rollout
@@ -226,19 +223,19 @@ def test_tasks_that_are_executed_twice_count_once(
     def dies_once(kind: type[Any], name: str, before: bool = False) -> None:
         real = getattr(kind, name)
 
-        async def call(self: Any, *given: Any) -> Any:
+        async def call(self: Any, *given: Any, **facts: Any) -> Any:
             executed[name] += 1
             is_lost = executed[name] == 2
-            result = None if is_lost and before else await real(self, *given)
+            result = None if is_lost and before else await real(self, *given, **facts)
             if is_lost:
                 raise ConnectionError("the container was lost")
             return result
 
         monkeypatch.setattr(kind, name, call)
 
-    dies_once(replica.Writer, "write")
-    dies_once(replica.Scoring, "score")
-    dies_once(replica.Learner, "_described", before=True)
+    dies_once(tasks.Writer, "write")
+    dies_once(tasks.Scoring, "score")
+    dies_once(tasks.Learner, "_described", before=True)
     run(tmp_path / "run", WHOLE, run={"steps": 3})
     assert executed == {"write": 3 + 1, "score": 3 * PROMPTS + 1, "_described": 1 + 3 + 1}
     assert rollouts(tmp_path / "run") == [each for each in rollouts(unbroken) if each[0] <= 3]
@@ -248,17 +245,17 @@ def test_tasks_that_are_executed_twice_count_once(
 
 def test_containers_with_vllm_get_a_context_that_holds_the_longest_prompt_and_its_answer(tmp_path: Path) -> None:
     given = settings(tmp_path / "run", WHOLE, engine={"name": "vllm_local"}, rollout={"max_new_tokens": 400})
-    known = read(given, "run", Dir.empty())
-    found = from_json(Job, to_json(known.job)).settings.engine.options["max_context_tokens"]
-    assert found == max(known.data.train.lengths) + 400
+    data, _, job = read(given, "run", Dir.empty())
+    found = from_json(Job, to_json(job)).settings.engine.options["max_context_tokens"]
+    assert found == max(data.train.lengths) + 400
 
 
 def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_version(tmp_path: Path) -> None:
     """A warm container holds version 1 of the last attempt; this one's must be read and proven as well."""
     given = settings(tmp_path / "run", WHOLE)
-    known = read(given, "run", Dir.empty())
-    writer = replica.Writer(known.job)
-    policy, prompts = load_policy(given.model, seed=given.run.seed), known.data.train.draw(RunState(), 1)
+    data, _, job = read(given, "run", Dir.empty())
+    writer = tasks.Writer(job)
+    policy, prompts = load_policy(given.model, seed=given.run.seed), data.train.draw(RunState(), 1)
     places = [Dir(path=str(tmp_path / name)) for name in ("first", "second")]
     for place in places:
         publish(Path(place.path), policy, policy.named_weights(), 1)
@@ -266,7 +263,7 @@ def test_weights_that_a_lost_driver_made_are_not_taken_for_new_ones_of_the_same_
     async def write(place: Dir, logprobs: list[float]) -> list[Group]:
         return await writer.write(prompts, "train", 1, place, logprobs)
 
-    right = asyncio.run(writer._engine.score(known.job.probe))
+    right = asyncio.run(writer._engine.score(job.probe))
     assert len(asyncio.run(write(places[0], right))[0].rollouts) == ROLLOUTS
     wrong = [value - 1 for value in right]
     asyncio.run(write(places[0], wrong))  # held and proven already
@@ -293,14 +290,14 @@ def test_what_comes_back_twice_is_taken_once_and_what_is_missing_is_an_error() -
 def test_prompts_of_a_task_that_is_lost_for_good_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = replica.Writer.write
+    real = tasks.Writer.write
 
     async def write(self: Any, prompts: Any, *given: Any) -> Any:
         if prompts[0].ordinal == 2:
             raise ConnectionError("the container was lost")
         return await real(self, prompts, *given)
 
-    monkeypatch.setattr(replica.Writer, "write", write)
+    monkeypatch.setattr(tasks.Writer, "write", write)
     summary = run(tmp_path / "run", {"name": "flyte"}, run={"steps": 1})
     assert summary.dropped_groups == 2
     assert {each[1] for each in rollouts(tmp_path / "run")} == {0, 1, 4, 5}

@@ -16,7 +16,7 @@ from podium.errors import InputError, ReferenceLostError
 from podium.loss.grpo import grpo
 from podium.loss.objective import Objective
 from podium.records import ReferenceSettings
-from podium.runtime.wiring.reference import ReferenceProcess
+from podium.runtime.wiring.trainer import ReferenceProcess
 from podium.settings.tables import Settings
 from podium.trainer.build import check_reference
 from tests.commands import fork_server, podium
@@ -56,7 +56,7 @@ def processes(mark: str) -> list[int]:
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            is_one = entry.name.isdigit() and b"podium.runtime.wiring.reference" in (entry / "cmdline").read_bytes()
+            is_one = entry.name.isdigit() and b"podium.runtime.wiring.trainer" in (entry / "cmdline").read_bytes()
             if is_one and f"PODIUM_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
@@ -71,7 +71,7 @@ def test_its_logprobs_are_those_of_a_reference_beside_the_policy() -> None:
     assert trainer._reference is not None
     expected = trainer._reference.logprobs(trainer._place(batch))
     policy = trainer._snapshot(trainer._place(batch))
-    with closing(ReferenceProcess(EMBEDDED, "cpu", "float32", 0)) as reference:
+    with closing(ReferenceProcess(EMBEDDED, "float32", 0)) as reference:
         found = reference.logprobs(batch)
     assert torch.equal(found, expected)
     assert not torch.equal(found, policy)
@@ -126,7 +126,7 @@ def _until(is_so, limit_s: float) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_told() -> None:
     with pytest.raises(ReferenceLostError, match="the process of the reference failed: InputError"):
-        ReferenceProcess(EMBEDDED | {"name": "/nowhere"}, "cpu", "float32", 0)
+        ReferenceProcess(EMBEDDED | {"name": "/nowhere"}, "float32", 0)
 
 
 def test_what_has_no_effect_or_no_device_is_refused() -> None:

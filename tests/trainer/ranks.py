@@ -219,7 +219,6 @@ def step_without_memory(name: str, options: dict[str, Any], rank: int = 0, ranks
 
 def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks: int = 1) -> str:
     """A run as `podium train` has it, or its resume; rank 0 leads and the other follows until it is told to end."""
-    from podium.data.build import read_sources
     from podium.run import start as run
     from podium.run.folder import RunFolder
     from podium.runtime.local import serve_rank
@@ -231,7 +230,7 @@ def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": "test"}
         os.environ |= {name: str(value) for name, value in names.items()}
     if rank:
-        serve_rank(settings, read_sources(settings.data), join())
+        serve_rank(settings, join())
         return "followed"
     try:
         if resume:

@@ -28,8 +28,7 @@ from podium.records import Group, PrefixGroup, Prompt, Request, Rollout, Samplin
 from podium.remote.fork_server import BlockingChild, DiedError, ForkServer, RemoteError
 from podium.runtime.ranks.launch import check_ranks
 from podium.runtime.wiring.memory import MemoryPlan, memory_plan
-from podium.runtime.wiring.reference import start_reference
-from podium.runtime.wiring.stages import train_step
+from podium.runtime.wiring.trainer import start_reference, train_step
 from podium.settings.lookup import engine_traits
 from podium.settings.tables import Settings
 from podium.stages import Engine

@@ -34,9 +34,9 @@ from podium.report.build import is_zero_gradient
 from podium.reward.build import build_scoring, check_rewards
 from podium.rollout.build import make_rollout_for
 from podium.run.folder import RunFolder
-from podium.runtime.ranks.launch import check_packages, check_ranks, check_room, is_rank
+from podium.runtime.ranks.launch import check_machine, check_ranks, is_rank
 from podium.runtime.ranks.launch import launch as launch_ranks
-from podium.runtime.wiring.stages import Wired
+from podium.runtime.wiring.stages import Placed, Wired, wire
 from podium.settings.contracts import user_code
 from podium.settings.lookup import find
 from podium.settings.tables import Settings
@@ -232,8 +232,7 @@ def launcher_of(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]
     if ranks == 1 or starts_ranks_itself or is_rank():
         return None
     check_ranks(settings, ranks)
-    check_room(settings, ranks)
-    check_packages(settings)
+    check_machine(settings, ranks)
     return partial(launch_ranks, ranks=ranks)
 
 
@@ -261,10 +260,14 @@ def _new_path() -> Path:
 def _wire(settings: Settings, folder: RunFolder, stop: StopSignal, step: int | None, console_mode: str | None) -> Wired:
     name, runtime = settings.runtime.name, find("runtime", settings.runtime.name)
     with user_code("runtime.name", name):
-        wired = runtime(settings, folder, stop.requested, step, console_mode, **settings.runtime.options)
-    if not isinstance(wired, Wired):
-        raise InputError(f"runtime.name = {name!r} returned a {type(wired).__name__}; it must return a Wired")
-    return wired
+        placed = runtime(settings, folder, step, **settings.runtime.options)
+    if not isinstance(placed, Placed):
+        raise InputError(f"runtime.name = {name!r} returned a {type(placed).__name__}; it must return a Placed")
+    try:
+        return wire(settings, folder, placed, stop.requested, step, console_mode)
+    except BaseException:
+        placed.end()
+        raise
 
 
 def _back_off(folder: RunFolder) -> None:

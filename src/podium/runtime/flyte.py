@@ -1,10 +1,11 @@
 """The runtime that runs the stages as Flyte tasks, on a cluster or in this process.
 
 Rollouts run in a warm pool of GPU containers, rewards in one task per group, optimizer steps on a GPU of their own, and
-the loop in a driver that holds no weights. The command starts the driver's task (`on_flyte/launch.py`), which calls
+the loop in a driver that holds no weights. The command starts the driver's task (`on_flyte/driver.py`), which calls
 `flyte`.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,8 @@ from pydantic import Field
 
 from podium.errors import InputError
 from podium.run.folder import RunFolder
-from podium.runtime.ranks.launch import check_ranks, launched_by
-from podium.runtime.wiring.stages import Wired
+from podium.runtime.ranks.launch import check_ranks
+from podium.runtime.wiring.stages import Placed
 from podium.settings.lookup import option_fields
 from podium.settings.refusals import of_flyte, refuse
 from podium.settings.tables import Settings
@@ -24,26 +25,10 @@ EVERYWHERE = ("mode", "replicas", "prompts_per_task")
 Pair = tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
 
 
-def launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """The function that starts the driver; None inside the driver."""
-    from podium.runtime.on_flyte.launch import check_installed, run_locally, run_on_cluster
-
-    check_installed()
-    from podium.runtime.on_flyte.driver import driving
-
-    if driving() is not None:
-        return None
-    check_settings(settings)
-    return run_locally if settings.runtime.options["mode"] == "local" else run_on_cluster
-
-
-@launched_by(launcher)
 def flyte(
     settings: Settings,
     folder: RunFolder,
-    stop_requested: Callable[[], bool],
-    step: int | None = None,
-    console_mode: str | None = None,
+    step: int | None,
     *,
     mode: Annotated[
         Literal["local", "remote"],
@@ -55,7 +40,7 @@ def flyte(
     ] = None,
     warm: Annotated[
         list[Literal["reward", "trainer"]],
-        Field(description="further containers that stay between tasks: no cold start a step, for a GPU that waits"),
+        Field(description="further containers that stay between tasks: no cold start per step, but a GPU waits"),
     ] = [],  # noqa: B006
     rollout_gpu: Annotated[
         str, Field(description="of a rollout container, as Flyte names it: '1', 'L4:1'; '0' is none")
@@ -65,21 +50,36 @@ def flyte(
     trainer_memory: Annotated[str, Field(description="of the trainer's container")] = "32Gi",
     image: Annotated[
         str | None,
-        Field(description="container image; by default one is built with this very Podium, and vLLM if it samples"),
+        Field(
+            description="container image; by default one is built with this Podium, and with vLLM if vLLM is the engine"
+        ),
     ] = None,
     hub_token_from: Annotated[
         str | None, Field(description="name of the Flyte secret that holds the model hub's token")
     ] = None,
-) -> Wired:
-    """Wires the stages inside the driver's task; `step` names the checkpoint to go on from."""
-    from podium.runtime.on_flyte.driver import driving
-    from podium.runtime.on_flyte.environments import configure
-    from podium.runtime.on_flyte.wiring import wire
+) -> Placed:
+    """Makes the stages, inside the driver's task; `step` names the checkpoint to continue from."""
+    from podium.runtime.on_flyte.driver import current
+    from podium.runtime.on_flyte.stages import place
 
-    now = driving()
-    assert now is not None, "called by the driver's task"
-    configure(settings)
-    return wire(now, settings, folder, stop_requested, step, console_mode, replicas[1], prompts_per_task)
+    driving = current.get()
+    assert driving is not None, "called by the driver's task"
+    return place(driving, settings, folder, step)
+
+
+def launcher(settings: Settings) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """The function that starts the driver; None inside the driver."""
+    if importlib.util.find_spec("flyte") is None:
+        raise InputError("runtime.name = 'flyte' needs flyte, which is not installed: pip install 'podium-rl[flyte]'")
+    from podium.runtime.on_flyte.driver import current, run_locally, run_on_cluster
+
+    if current.get() is not None:
+        return None
+    check_settings(settings)
+    return run_locally if settings.runtime.options["mode"] == "local" else run_on_cluster
+
+
+flyte.launcher = launcher  # type: ignore[attr-defined]
 
 
 def check_settings(settings: Settings) -> None:

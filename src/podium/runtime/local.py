@@ -4,13 +4,13 @@ With `ranks` there are several such processes (runtime/ranks). Rank 0 runs the l
 `serve_rank`, which builds the same trainer, and the same engine where every rank generates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from podium.data.build import ReadSource, build_run_data
+from podium.data.build import build_run_data, read_sources
 from podium.engine.build import fitted, make_engine
 from podium.reward.build import build_scoring, check_retirement
 from podium.rollout.build import make_rollout_for
@@ -18,9 +18,8 @@ from podium.run.build import check_space
 from podium.run.folder import RunFolder
 from podium.runtime.ranks.launch import check_ranks
 from podium.runtime.ranks.line import Line, RankedEngine, follow, join
-from podium.runtime.wiring.reference import start_reference
-from podium.runtime.wiring.stages import Placed, Wired, read_rows, train_step, wire
-from podium.runtime.wiring.trainer import HostedTrainer
+from podium.runtime.wiring.stages import Placed, read_rows
+from podium.runtime.wiring.trainer import HostedTrainer, start_reference, train_step
 from podium.settings.tables import Settings
 from podium.sync.build import build_delivery, build_sync
 from podium.trainer.build import check_trainer
@@ -29,13 +28,11 @@ from podium.trainer.build import check_trainer
 def local(
     settings: Settings,
     folder: RunFolder,
-    stop_requested: Callable[[], bool],
-    step: int | None = None,
-    console_mode: str | None = None,
+    step: int | None,
     *,
     ranks: Annotated[int, Field(ge=1, description="processes that train together, one a GPU, under torchrun")] = 1,
-) -> Wired:
-    """Loads the model and wires the stages, writing nothing; `step` names the checkpoint to go on from."""
+) -> Placed:
+    """Loads the model and makes the stages, writing nothing; `step` names the checkpoint to continue from."""
     check_ranks(settings, ranks)
     check_trainer(settings)
     rows = read_rows(settings)
@@ -51,7 +48,7 @@ def local(
     reference = start_reference(settings)
     delivery = build_delivery(settings, host.trainer, engine, policy, data.train.in_order, folder.path, folder.run_id)
     sleeper = engine if settings.engine.options.get("sleep") else None
-    placed = Placed(
+    return Placed(
         data=data,
         tokenizer=policy.tokenizer,
         scoring=scoring,
@@ -66,13 +63,12 @@ def local(
         ranks=ranks,
         end=(lambda: None) if reference is None else reference.close,
     )
-    return wire(settings, folder, placed, stop_requested, step, console_mode)
 
 
-def serve_rank(settings: Settings, rows: Sequence[ReadSource], line: Line) -> None:
+def serve_rank(settings: Settings, line: Line) -> None:
     """What a rank other than 0 does, from start to end."""
     host = HostedTrainer(settings)
-    data = build_run_data(settings, rows, (), host.policy)
+    data = build_run_data(settings, read_sources(settings.data), (), host.policy)
     host.plan_memory(max(data.train.lengths))
     host.build(data.plan.steps, line)
     engine = _engine(settings, host, line)

@@ -27,7 +27,7 @@ HANDED: dict[str, tuple[str, ...]] = {
     "trainer": ("policy", "loss", "steps", "reference", "shared_prefix"),
     "sync": ("delivery",),
     "report": (),
-    "runtime": ("settings", "folder", "stop_requested", "step", "console_mode"),
+    "runtime": ("settings", "folder", "step"),
 }
 """Positional arguments that each stage is called with."""
 ON_DEMAND = {"engine": ("compute_dtype", "overlaps", "in_flight", "on_event"), "report": ("folder",)}

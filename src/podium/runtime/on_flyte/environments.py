@@ -2,20 +2,44 @@
 
 Rollout containers stay warm: loading an engine takes longer than a step. They belong to one run and scale by demand.
 `configure` replaces the defaults by the options of `[runtime]`, before tasks are sent. An image holds a copy of this
-very Podium and the packages that the run needs. No release is installed: a checkout may be ahead of every release, and
+Podium and the packages that the run needs. No release is installed: a checkout may be ahead of every release, and
 driver and tasks must run the same code.
+
+This is the only import of Flyte's SDK: it emits warnings and installs an exception hook, which are undone here.
 """
 
+import sys
 import tomllib
-from collections.abc import Sequence, Set
+import warnings
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 import podium
-from podium.runtime.on_flyte.sdk import flyte
 from podium.settings.tables import Settings
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Around calls that import more of the SDK."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_excepthook = sys.excepthook
+with quietly():
+    import flyte as flyte
+    from flyte import errors as errors
+    from flyte import report as report
+    from flyte import storage as storage
+    from flyte.io import Dir as Dir
+sys.excepthook = _excepthook
 
 DISTRIBUTION = "podium-rl"
 PACKAGE = Path(podium.__file__).parent
@@ -80,8 +104,6 @@ def packages(extras: Set[str]) -> list[str]:
 
 
 def _installed(extras: Set[str]) -> list[str]:
-    from packaging.requirements import Requirement
-
     try:
         needed = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
@@ -94,13 +116,18 @@ def _installed(extras: Set[str]) -> list[str]:
     ]
 
 
+def _stays(replicas: tuple[int, int]) -> flyte.ReusePolicy:
+    """Containers that stay between tasks; no fewer and no more than these."""
+    return flyte.ReusePolicy(replicas=replicas, concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run")
+
+
 IMAGE = image_with(ALWAYS)
 
 rollout_environment = flyte.TaskEnvironment(
     "podium_rollout",
     image=IMAGE,
     resources=flyte.Resources(cpu=4, memory="16Gi", gpu=1),
-    reusable=flyte.ReusePolicy(replicas=(1, 4), concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run"),
+    reusable=_stays((1, 4)),
     description="Writes rollouts: an engine on a GPU, warm between steps.",
 )
 reward_environment = flyte.TaskEnvironment(
@@ -131,27 +158,15 @@ def configure(settings: Settings) -> None:
     for_rollouts = flyte.Resources(cpu=4, memory=options["rollout_memory"], gpu=_gpu(options["rollout_gpu"]))
     for_trainer = flyte.Resources(cpu=4, memory=options["trainer_memory"], gpu=_gpu(options["trainer_gpu"]))
     warm, hub_token_from = options["warm"], options["hub_token_from"]
-    pool = flyte.ReusePolicy(
-        replicas=tuple(options["replicas"]), concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run"
-    )
-    _set(rollout_environment, resources=for_rollouts, reusable=pool)
-    _set(trainer_environment, resources=for_trainer, reusable=_warm((1, 1)) if "trainer" in warm else None)
-    _set(reward_environment, reusable=_warm((1, 4)) if "reward" in warm else None)
+    _set(rollout_environment, resources=for_rollouts, reusable=_stays(tuple(options["replicas"])))
+    _set(trainer_environment, resources=for_trainer, reusable=_stays((1, 1)) if "trainer" in warm else None)
+    _set(reward_environment, reusable=_stays((1, 4)) if "reward" in warm else None)
     token = flyte.Secret(key=hub_token_from, as_env_var="HF_TOKEN") if hub_token_from else None
     extras = extras_of(settings)
     of_rollouts = extras | set(settings.engine_traits.packages)
     for environment in EVERY:
         own = image_with(of_rollouts if environment is rollout_environment else extras)
         _set(environment, image=flyte.Image.from_base(options["image"]) if options["image"] else own, secrets=token)
-
-
-def include(files: Sequence[str]) -> None:
-    """Files of this machine that travel with the driver, which passes them on to its tasks."""
-    driver_environment.include = tuple(str(Path(file).absolute()) for file in files)
-
-
-def _warm(replicas: tuple[int, int]) -> flyte.ReusePolicy:
-    return flyte.ReusePolicy(replicas=replicas, concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run")
 
 
 def _gpu(given: str) -> Any:

@@ -5,31 +5,110 @@
     trainer ──► train_step ──► its whole state and the weights for engines, as folders, from step to step
 
 An answer is taken only if it was asked for: by run and step, by ordinal and sample. An answer that comes twice counts
-once.
+once. The driver reads the data and holds the ledger, the reports and the checkpoints. Of the model it has only the
+tokenizer.
 """
 
 import asyncio
+import html
 import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-import podium.errors
-from podium.errors import EngineError, PodiumError
+from podium.data.build import RunData, build_run_data
+from podium.engine.build import fitted
+from podium.errors import EngineError
+from podium.model.load import load_reader
 from podium.records import Batch, Group, Plan, Prompt, RunState, UpdateResult
-from podium.remote.codec import from_json, to_json
+from podium.remote.codec import encode, from_json, to_json
+from podium.report.page import Page
+from podium.reward.build import check_retirement, check_scoring, scoring_recipe
+from podium.run.build import check_space
 from podium.run.checkpoint import TENSORS
 from podium.run.folder import RunFolder
 from podium.runtime.on_flyte import tasks
-from podium.runtime.on_flyte.environments import RETRIES
-from podium.runtime.on_flyte.replica import Reply, Step, read_state, release, stored, write_batches
-from podium.runtime.on_flyte.sdk import Dir, errors, flyte, storage
+from podium.runtime.on_flyte.driver import Driving
+from podium.runtime.on_flyte.environments import RETRIES, Dir, configure, errors, flyte, report, storage
+from podium.runtime.on_flyte.tasks import BATCHES, Job, Reply, as_podium_error, read_state, release, stored, with_base
+from podium.runtime.wiring.stages import Placed, read_rows
+from podium.settings.tables import Settings
+from podium.sync.build import probe_ids
+
+FRAME = '<iframe srcdoc="{page}" style="width:100%;height:95vh;border:0" title="Podium"></iframe>'
+"""A page is a whole document with its own content policy; Flyte puts what it is given inside another document."""
+
+
+def place(driving: Driving, settings: Settings, folder: RunFolder, step: int | None) -> Placed:
+    """Inside the driver's task: the stages of a run whose rollouts, rewards and training steps are tasks."""
+    configure(settings)
+    data, tokenizer, job = read(settings, driving.run_id, driving.base)
+    sender = Sender(to_json(job), driving.base, folder)
+    scoring = job.scoring.build(elsewhere=partial(score_by_task, sender))
+    check_scoring(scoring, data.sources)
+    check_retirement(settings, scoring, data.train)
+    start = asyncio.run(sender.send_to_trainer(tasks.open_trainer))
+    memory = start.reply.memory
+    assert memory is not None
+    check_space(settings, folder, memory, step)
+    trainer = RemoteTrainer(sender, start, data.plan)
+    weights = Stored(trainer)
+
+    def restored(state: RunState, place: Path | None) -> None:
+        """Stores the checkpoint of a resume again: an attempt that ends before its first commit must not lose it."""
+        trainer.is_at(state)
+        if place is not None:
+            driving.store.save(folder, place)
+
+    return Placed(
+        data=data,
+        tokenizer=tokenizer,
+        scoring=scoring,
+        rollout=lambda purpose: partial(write_by_tasks, sender, weights, settings, purpose),
+        engine=weights,
+        trainer=trainer,
+        train=trainer.step,
+        sync=weights,
+        memory=memory,
+        base_digest=start.reply.base_digest,
+        restored=restored,
+        store=partial(driving.store.save, folder),
+        page=LiveReport,
+    )
+
+
+def read(settings: Settings, run_id: str, base: Dir) -> tuple[RunData, Any, Job]:
+    """Checks the settings and reads the data, as runtime `local` does: the data, the tokenizer, and what tasks are
+    given. No model is loaded."""
+    rows = read_rows(settings)
+    reader = load_reader(asyncio.run(with_base(settings, base)).model)
+    data = build_run_data(settings, *rows, reader)
+    job = Job(
+        run_id=run_id,
+        settings=fitted(settings, data.longest_prompt),
+        steps=data.plan.steps,
+        longest_prompt=max(data.train.lengths),
+        probe=tuple(probe_ids(settings, data.train.in_order)),
+        scoring=scoring_recipe(settings, data.sources),
+    )
+    return data, reader.tokenizer, job
+
+
+@dataclass(frozen=True)
+class Step:
+    """The trainer after a step, or at the start of the run: all that the next task and the engines need of it."""
+
+    reply: Reply
+    state: Dir
+    weights: Dir
 
 
 class Sender:
@@ -43,99 +122,71 @@ class Sender:
     async def send(self, task: Any, noted: Mapping[str, Any], **inputs: Any) -> Any:
         """What the task returns; a `PodiumError` of the task is raised as such. `noted` goes into the event log."""
         step, started = self.step + 1, time.monotonic()
-        told = {"task": task.short_name, "step": step, **noted}
-        self._event("task", **told)
+        details = {"task": task.short_name, "step": step, **noted}
+        self._event("task", **details)
         with flyte.group(f"iter-{step}"):
             try:
                 reply = await task(job=self.job, **inputs)
             except errors.BaseRuntimeError as error:
-                self._event("task_failed", **told, error=error.code)
+                self._event("task_failed", **details, error=error.code)
                 raise as_podium_error(error, task.short_name) from error
-        self._event("task_done", **told, seconds=time.monotonic() - started)
+        self._event("task_done", **details, seconds=time.monotonic() - started)
         return reply
+
+    async def send_to_trainer(self, task: Any, **inputs: Any) -> Step:
+        text, state, weights = await self.send(task, {}, base=self.base, **inputs)
+        return Step(from_json(Reply, text), state, weights)
 
     def _event(self, kind: str, **details: Any) -> None:
         if self._folder.path.joinpath("lock").exists():  # nothing is written before the run is known to be good
             self._folder.event(kind, **details)
 
 
-def as_podium_error(error: errors.BaseRuntimeError, task: str) -> PodiumError:
-    kind = getattr(podium.errors, error.code, None)
-    if isinstance(kind, type) and issubclass(kind, PodiumError):
-        return kind(str(error))
-    return EngineError(f"the task {task} failed for good: {error.code}: {error}; LOG_LEVEL=error shows what Flyte says")
+async def write_by_tasks(
+    sender: Sender, weights: "Stored", settings: Settings, purpose: str, prompts: Sequence[Prompt]
+) -> AsyncIterator[Group]:
+    """Sends all tasks at once; `purpose` is "train" or "eval". Prompts of a task that is lost for good come without
+    rollouts; if all tasks are lost, the run ends."""
+    options = settings.runtime.options
+    size = options["prompts_per_task"] if purpose == "train" else None
+    size = size or max(1, math.ceil(len(prompts) / options["replicas"][1]))
+    count = settings.eval.n if purpose == "eval" else settings.plan.rollouts_per_prompt
+    parcels = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    writing = [asyncio.create_task(_write(sender, weights, purpose, count, parcel)) for parcel in parcels]
+    failures: list[EngineError] = []
+    try:
+        for parcel, task in zip(parcels, writing, strict=True):
+            try:
+                groups = await task
+            except EngineError as error:
+                failures.append(error)
+                if len(failures) == len(parcels):
+                    raise
+                groups = [Group(prompt, (), num_retries=RETRIES) for prompt in parcel]
+            for group in groups:
+                yield group
+    finally:
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
 
 
-class Engines:
-    """The rollout containers as the driver knows them: the weights that the next tasks use."""
-
-    policy_version: int | None = None
-    weights: Dir
-    probe_logprobs: Sequence[float]
-
-    def take(self, version: int, step: Step) -> None:
-        self.policy_version, self.weights, self.probe_logprobs = version, step.weights, step.probe_logprobs
-
-    def close(self) -> None:
-        """In local mode the engines of the tasks are in this process; a container ends with its pool."""
-        release()
-
-
-class RemoteRollout:
-    """`prompts_per_task`: None gives each replica an equal share. `purpose` is "train" or "eval"."""
-
-    def __init__(
-        self,
-        sender: Sender,
-        engines: Engines,
-        replicas: int,
-        purpose: str,
-        rollouts_per_prompt: int,
-        prompts_per_task: int | None = None,
-    ) -> None:
-        self._sender, self._engines, self._replicas = sender, engines, replicas
-        self._purpose, self._rollouts_per_prompt = purpose, rollouts_per_prompt
-        self._prompts_per_task = prompts_per_task
-
-    async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """Sends all tasks at once. Prompts of a task that is lost for good come without rollouts; if all tasks are
-        lost, the run ends."""
-        size = self._prompts_per_task or max(1, math.ceil(len(prompts) / self._replicas))
-        parcels = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-        writing = [asyncio.create_task(self._write(parcel)) for parcel in parcels]
-        failures: list[EngineError] = []
-        try:
-            for parcel, task in zip(parcels, writing, strict=True):
-                try:
-                    groups = await task
-                except EngineError as error:
-                    failures.append(error)
-                    if len(failures) == len(parcels):
-                        raise
-                    groups = [Group(prompt, (), num_retries=RETRIES) for prompt in parcel]
-                for group in groups:
-                    yield group
-        finally:
-            for task in writing:
-                task.cancel()
-            await asyncio.gather(*writing, return_exceptions=True)
-
-    async def _write(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """One task, with the weights that are current when it is sent."""
-        version = self._engines.policy_version
-        assert version is not None, "pushed before the first rollout"
-        text = await self._sender.send(
-            tasks.write_rollouts,
-            {"ordinals": [prompt.ordinal for prompt in prompts], "purpose": self._purpose, "policy_version": version},
-            base=self._sender.base,
-            step=self._sender.step + 1,
-            purpose=self._purpose,
-            prompts=to_json(prompts, list[Prompt]),
-            version=version,
-            weights=self._engines.weights,
-            probe_logprobs=list(self._engines.probe_logprobs),
-        )
-        return _asked_for(from_json(list[Group], text), prompts, self._rollouts_per_prompt, version)
+async def _write(sender: Sender, weights: "Stored", purpose: str, count: int, prompts: Sequence[Prompt]) -> list[Group]:
+    """One task, with the weights that are current when it is sent; `count` rollouts for each prompt."""
+    version = weights.policy_version
+    assert version is not None, "pushed before the first rollout"
+    text = await sender.send(
+        tasks.write_rollouts,
+        {"ordinals": [prompt.ordinal for prompt in prompts], "purpose": purpose, "policy_version": version},
+        base=sender.base,
+        step=sender.step + 1,
+        purpose=purpose,
+        prompts=to_json(prompts, list[Prompt]),
+        version=version,
+        weights=weights.trained.weights,
+        probe_logprobs=list(weights.trained.reply.probe_logprobs),
+    )
+    return _asked_for(from_json(list[Group], text), prompts, count, version)
 
 
 def _asked_for(groups: Sequence[Group], prompts: Sequence[Prompt], count: int, version: int) -> list[Group]:
@@ -159,21 +210,16 @@ def _asked_for(groups: Sequence[Group], prompts: Sequence[Prompt], count: int, v
     return taken
 
 
-def remote_score(sender: Sender) -> Callable[[Group], Any]:
-    """Scores a group by a task. Only the rewards are taken from the answer; prompt and rollouts stay the driver's."""
-
-    async def score(group: Group) -> Group:
-        if not group.rollouts:
-            return group
-        started = time.monotonic()
-        noted = {"ordinal": group.prompt.ordinal}
-        text = await sender.send(tasks.score_group, noted, step=sender.step + 1, group=to_json(group))
-        scored = from_json(Group, text)
-        if scored.prompt.ordinal != group.prompt.ordinal or len(scored.rewards) != len(group.rollouts):
-            raise EngineError(f"a reward task scored something else than prompt {group.prompt.ordinal}")
-        return replace(scored, prompt=group.prompt, rollouts=group.rollouts, scoring_s=time.monotonic() - started)
-
-    return score
+async def score_by_task(sender: Sender, group: Group) -> Group:
+    """Only the rewards are taken from the task's answer; prompt and rollouts stay the driver's."""
+    if not group.rollouts:
+        return group
+    started, ordinal = time.monotonic(), group.prompt.ordinal
+    text = await sender.send(tasks.score_group, {"ordinal": ordinal}, step=sender.step + 1, group=to_json(group))
+    scored = from_json(Group, text)
+    if scored.prompt.ordinal != ordinal or len(scored.rewards) != len(group.rollouts):
+        raise EngineError(f"a reward task scored something else than prompt {ordinal}")
+    return replace(scored, prompt=group.prompt, rollouts=group.rollouts, scoring_s=time.monotonic() - started)
 
 
 class RemoteTrainer:
@@ -192,11 +238,12 @@ class RemoteTrainer:
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
         await self._settle()
         step, version = self._sender.step + 1, self._version + 1
-        packed = await stored(f"batches-{step:06d}", lambda folder: write_batches(folder, batches))
-        inputs = {"base": self._sender.base, "step": step, "version": version, "state": self._now.state}
-        reply = await self._sender.send(tasks.train_step, {}, batches=packed, **inputs)
-        after, said = step_of_reply(reply)
-        result = said.result
+        content = encode(batches, list[Batch])
+        packed = await stored(f"batches-{step:06d}", lambda folder: (folder / BATCHES).write_bytes(content))
+        after = await self._sender.send_to_trainer(
+            tasks.train_step, step=step, version=version, state=self._now.state, batches=packed
+        )
+        result = after.reply.result
         assert result is not None
         self._version += result.updated
         # Without an update, weights and version stay the same; the state may differ in its random state.
@@ -232,8 +279,8 @@ class RemoteTrainer:
 
     async def _save(self) -> str:
         await self._settle()
-        inputs = {"base": self._sender.base, "step": self._sender.step, "state": self._now.state}
-        model: Dir = await self._sender.send(tasks.save_model, {}, **inputs)
+        sender = self._sender
+        model: Dir = await sender.send(tasks.save_model, {}, base=sender.base, step=sender.step, state=self._now.state)
         return await model.download()
 
     async def _settle(self) -> None:
@@ -243,8 +290,9 @@ class RemoteTrainer:
             return
         restored, step = self._restored, self._sender.step
         state = await stored(f"state-{step:06d}", lambda folder: save_file(restored, folder / TENSORS))
-        inputs = {"base": self._sender.base, "step": step, "version": self._version, "state": state}
-        self._now, _ = step_of_reply(await self._sender.send(tasks.describe_state, {}, **inputs))
+        self._now = await self._sender.send_to_trainer(
+            tasks.describe_state, step=step, version=self._version, state=state
+        )
         self._restored = None
         await self._forget()
 
@@ -260,29 +308,46 @@ class RemoteTrainer:
             await asyncio.to_thread(_remove, place.path)
 
 
-def step_of_reply(reply: tuple[str, Dir, Dir]) -> tuple[Step, Reply]:
-    text, state, weights = reply
-    said = from_json(Reply, text)
-    return Step(state, weights, said.probe_logprobs), said
-
-
 def _remove(path: str) -> None:
     with suppress(Exception):  # whatever a store's client raises: a place that is not removed costs room only
         storage.get_underlying_filesystem(path=path).rm(path, recursive=True)
 
 
 class Stored:
-    """Stage 8: the next rollout tasks name the new weights. Each task proves them: a container that does not hold them
-    yet reads them, checks their hashes and answers the probe before it generates a token."""
+    """Stage 8, and the rollout containers as the driver knows them: the next rollout tasks name the new weights. Each
+    task proves them: a container that does not hold them yet reads them, checks their hashes and answers the probe
+    before it generates a token."""
 
-    def __init__(self, trainer: RemoteTrainer, engines: Engines) -> None:
-        self._trainer, self._engines = trainer, engines
+    policy_version: int | None = None
+    trained: Step
+    """With the weights of that version."""
+
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        self._trainer = trainer
 
     async def push(self, version: int) -> None:
-        if self._engines.policy_version != version:
-            published, step = await self._trainer.published()
+        if self.policy_version != version:
+            published, self.trained = await self._trainer.published()
             assert published == version
-            self._engines.take(version, step)
+            self.policy_version = version
 
     def close(self) -> None:
-        """Nothing to do: the run's store ends with the run."""
+        """In local mode the engines of the tasks are in this process; a container ends with its pool."""
+        release()
+
+
+class LiveReport(Page):
+    """The run's page, also shown live by Flyte in the report of the driver's task."""
+
+    def _write(self) -> None:
+        super()._write()
+        page = self._folder.page.read_text(encoding="utf-8")
+        report.current_report().get_tab("main").replace(FRAME.format(page=html.escape(page)))
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # the loop is over
+            with suppress(Exception):  # a report that cannot be shown stops no run
+                report.flush()
+            return
+        sending = asyncio.ensure_future(report.flush.aio(), loop=loop)
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,8 +1,8 @@
-"""The parts of runtime `ray`. Some classes run in Ray's actors (`*Actor`), the others in the driver:
+"""The parts of runtime `ray`. Classes named `*Actor` run in Ray's actors, the others in the driver.
 
-calls     both ends of a call to an actor           cluster       connects to Ray, or starts it
-actors    starts actors of one kind, finds those that a former driver left, and ends them
-rollouts  rollout actors as one engine              rollout_actor one of them
-rewards   reward actors as one function of a group  trainer       the trainer's and the reference's actors
-run_actors  all actors of a run, from start to end
+cluster     connects to Ray, or starts it
+actors      both ends of an actor and of calls to it, and groups of actors of one kind
+models      the actors that hold a model: rollout workers as one engine, the trainer, a separate reference
+rewards     reward actors as one function of a group
+run_actors  all actors of a run, from start to end, and the stages made of them
 """

@@ -1,74 +1,230 @@
-"""Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one."""
+"""Actors of a run and calls to them: `RunActor` is the actor's end, `Handle` the driver's, `ActorGroup` all of a kind.
+
+Arguments and results travel as bytes of the codec, by the types that the method declares; Ray pickles nothing but
+exceptions. Every failure becomes a Podium error: the one that the actor raised, or that the actor is gone. An actor
+finds the driver's code, answers pings, and ends when it has no driver. Imports no torch.
+"""
 
 import asyncio
+import inspect
 import os
 import secrets
 import signal
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util import get_current_placement_group, list_named_actors, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from podium.errors import PodiumError
-from podium.runtime.on_ray.calls import DriverContext, Handle, declared, messages, named
-from podium.runtime.on_ray.cluster import Cluster
+from podium.errors import EngineError, InputError, PodiumError, ProvisionError
+from podium.remote.codec import decode, encode
+from podium.runtime.on_ray.cluster import Cluster, DriverContext
 
-MOMENT_S, MOMENTS = 0.05, 20
+LARGE = 1 << 20
+"""A message of this many bytes is sent as an array, which the object store passes on without a copy."""
+LOOK_S = 1.0
+"""Between two looks at when the driver last pinged."""
 RETURN_S = 20.0
 """For workers of a former driver to report what they hold."""
+MOMENT_S, MOMENTS = 0.05, 20
+"""How often, and how many times, to look whether a process that Ray has killed is gone."""
+
+
+@cache
+def _declared(method: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
+    """The types of a method's arguments and of its result; of an iterator's items."""
+    hints = typing.get_type_hints(method)
+    result = hints.pop("return")
+    is_stream = typing.get_origin(result) is AsyncIterator
+    return tuple(hints.values()), typing.get_args(result)[0] if is_stream else result
+
+
+def _to_message(value: Any, kind: Any) -> Any:
+    content = encode(value, kind)
+    return content if len(content) < LARGE else np.frombuffer(content, dtype=np.uint8)
+
+
+def _messages(kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    pairs = zip(arguments, kinds, strict=False)  # the last arguments may have defaults
+    return [value.ref if isinstance(value, Call) else _to_message(value, kind) for value, kind in pairs]
+
+
+class RunActor:
+    """A kind of actor declares in `open` what it is started with. Drivers call its other methods by `call`, which runs
+    methods that are no coroutines in a thread, and by `stream`."""
+
+    def __init__(self, context: Any, *arguments: Any) -> None:
+        driver = decode(DriverContext, context)
+        if os.path.isdir(driver.cwd):
+            os.chdir(driver.cwd)
+        sys.path += [entry for entry in driver.path if entry not in sys.path and os.path.exists(entry)]
+        if driver.scratch is not None:
+            os.environ["TMPDIR"] = driver.scratch
+            tempfile.tempdir = None  # looked up again
+        self._last_ping, self._num_loading = time.monotonic(), 0
+        if driver.linger_s is not None:
+            threading.Thread(target=self._end_without_driver, args=(driver.linger_s,), daemon=True).start()
+        self.open(*map(decode, _declared(type(self).open)[0], arguments))
+
+    def open(self) -> None:
+        """For a kind that is started with nothing."""
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        method = getattr(self, name)
+        kinds, result = _declared(getattr(type(self), name))
+        given = map(decode, kinds, arguments)
+        is_async = inspect.iscoroutinefunction(method)
+        return _to_message(await (method(*given) if is_async else asyncio.to_thread(method, *given)), result)
+
+    async def stream(self, name: str, *arguments: Any) -> AsyncIterator[Any]:
+        kinds, item = _declared(getattr(type(self), name))
+        async with aclosing(getattr(self, name)(*map(decode, kinds, arguments))) as found:
+            async for each in found:
+                yield _to_message(each, item)
+
+    async def ping(self) -> None:
+        self._last_ping = time.monotonic()
+
+    async def stay(self) -> None:
+        """Never returns: a caller that waits for it learns of the actor's death."""
+        await asyncio.get_running_loop().create_future()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """An actor that is loading does not end, however long loading takes."""
+        self._num_loading += 1
+        try:
+            yield
+        finally:
+            self._num_loading -= 1
+            self._last_ping = time.monotonic()
+
+    def about(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": os.uname().nodename}
+
+    def _end_without_driver(self, limit_s: float) -> None:
+        while self._num_loading or time.monotonic() - self._last_ping < limit_s:
+            time.sleep(LOOK_S)
+        with suppress(Exception):  # the cluster may be gone
+            if (group := get_current_placement_group()) is not None:  # an actor outside the reserved places has none
+                remove_placement_group(group)
+        os._exit(0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under way: `await` it, or ask for its `result`. As an argument of another call, its result travels through
+    the object store without passing the driver."""
+
+    ref: Any
+    kind: Any
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        content = yield from self.ref.__await__()
+        return decode(self.kind, content)
+
+    def result(self, limit_s: float) -> Any:
+        return decode(self.kind, ray.get(self.ref, timeout=limit_s))
+
+
+@dataclass
+class Handle:
+    """The driver's end of an actor of class `cls`."""
+
+    actor: Any
+    cls: type
+    has_ended: bool = False
+
+    def call(self, name: str, *arguments: Any) -> Call:
+        kinds, result = _declared(getattr(self.cls, name))
+        return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result)
+
+    async def stream(self, name: str, *arguments: Any) -> AsyncGenerator[Any]:
+        """The items of an iterator, each as soon as it is there; closing this one cancels the call."""
+        kinds, item = _declared(getattr(self.cls, name))
+        coming = self.actor.stream.options(num_returns="streaming").remote(name, *_messages(kinds, arguments))
+        is_over = False
+        try:
+            async for ref in coming:
+                yield decode(item, await ref)
+            is_over = True
+        finally:
+            if not is_over:
+                ray.cancel(coming)
+
+    def end(self, pid: int | None = None) -> None:
+        """Kills the actor. Ray gives a frozen process some seconds; on this machine `pid` is killed after one."""
+        self.has_ended = True
+        with suppress(Exception):  # the actor or the whole cluster is gone already
+            ray.kill(self.actor)
+        if pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                for _ in range(MOMENTS):
+                    time.sleep(MOMENT_S)
+                    os.kill(pid, 0)
+                os.kill(pid, signal.SIGKILL)
 
 
 @dataclass
 class ActorGroup:
-    """`name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
+    """Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one.
+    `name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
 
     cluster: Cluster
     name: str
     cls: type
     arguments: tuple[Any, ...]
-    resources: Mapping[str, float]
-    group: Any
-    """Their placement group, with a bundle for each of the first `num_bundles` replicas."""
-    num_bundles: int
+    cpus: float
+    gpus: float
+    count: int
+    """Places that are reserved, for the first replicas."""
     can_return: bool
     """Whether a later driver may find them."""
     ready: list[tuple[Handle, dict[str, Any]]] = field(default_factory=list)
     """Started and not yet taken, with what they reported."""
-    untaken: list[Handle] = field(default_factory=list)
-    """Started or starting, and not yet taken, so no pool pings them."""
     started: list[Handle] = field(default_factory=list)
     """All that were started, in that order, including dead ones."""
 
-    def start_ahead(self, number: int, *more: Any) -> Handle:
-        actor = self.start(number, *more)
-        self.untaken.append(actor)
-        return actor
+    def __post_init__(self) -> None:
+        resources = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self.places = self.cluster.reserve(self.name, [resources] * self.count, self.can_return)
 
     def start(self, number: int, *more: Any) -> Handle:
-        """A new actor for replica `number`, from 1; beyond the reserved bundles Ray puts it where there is room."""
-        asked: dict[str, Any] = {"num_cpus": self.resources["CPU"], "num_gpus": self.resources.get("GPU", 0)}
-        if number <= self.num_bundles:
-            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group)
+        """A new actor for replica `number`, from 1; beyond the reserved places Ray puts it where there is room."""
+        asked: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        if number <= self.count:
+            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.places)
         driver = self.cluster.driver
         if not self.can_return:
             driver = replace(driver, linger_s=None)  # Ray ends it with the driver
         elif not self.cluster.is_own:
             name = f"{self.name}-{number}-{secrets.token_hex(4)}"
             asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
-        kinds, _ = declared(self.cls.open)  # type: ignore[attr-defined]
-        given = messages((DriverContext, *kinds), (driver, *self.arguments, *more))
+        kinds, _ = _declared(self.cls.open)  # type: ignore[attr-defined]
+        given = _messages((DriverContext, *kinds), (driver, *self.arguments, *more))
         handle = Handle(ray.remote(self.cls).options(**asked).remote(*given), self.cls)
         self.started.append(handle)
         return handle
 
     def adopt(self, given: Mapping[str, Any] | None) -> None:
         """Takes over the actors of a former driver of this run that hold what was `given`, and ends the others."""
-        left = [actor for name in self._names() if (actor := _find(name, self.cluster.namespace)) is not None]
-        found = [Handle(actor, self.cls) for actor in left]
+        listed: Any = list_named_actors(all_namespaces=True)
+        ours = sorted(each["name"] for each in listed if each["namespace"] == self.cluster.namespace)
+        found = []
+        for name in (name for name in ours if name.startswith(f"{self.name}-")):
+            with suppress(ValueError):  # gone since
+                found.append(Handle(ray.get_actor(name, namespace=self.cluster.namespace), self.cls))
         self.started += found
         calls = [actor.call("start") for actor in found]
         if calls:
@@ -77,38 +233,29 @@ class ActorGroup:
             about: Any = None
             with suppress(PodiumError), named(self.name):
                 about = call.result(0.0)
-            if about is not None and about.get("given") == given and len(self.ready) < self.num_bundles:
+            if about is not None and about.get("given") == given and len(self.ready) < self.count:
                 self.ready.append((actor, about))
-                self.untaken.append(actor)
             else:
-                end(actor, None)
+                actor.end()
 
     async def take(self, name: str) -> tuple[Handle, dict[str, Any]]:
         """An actor that is ready, or a new one once it has started. `name` is a member's: rollout-2.3 is the third
         member of replica 2."""
         if self.ready:
-            actor, about = self.ready.pop(0)
-            self.untaken.remove(actor)
-            return actor, about
+            return self.ready.pop(0)
         actor = self.start(int(name.partition(".")[0].rpartition("-")[2]))
         try:
             with named(name):
                 return actor, await actor.call("start")
         except BaseException:
-            end(actor, None)
+            actor.end()
             raise
 
     def close(self) -> None:
         """Ends them all, the last one first."""
         for actor in reversed(self.started):
-            end(actor, None)
+            actor.end()
         self.started.clear()
-        self.untaken.clear()
-
-    def _names(self) -> list[str]:
-        listed: Any = ray.util.list_named_actors(all_namespaces=True)
-        ours = [each["name"] for each in listed if each["namespace"] == self.cluster.namespace]
-        return sorted(name for name in ours if name.startswith(f"{self.name}-"))
 
 
 class ActorWorker:
@@ -119,40 +266,77 @@ class ActorWorker:
         self.pid: int | None = about["pid"]
         self._is_here = about["node"] == os.uname().nodename
 
-    async def ping(self) -> None:
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The actor's answer; errors contain the worker's name."""
         with named(self.name):
-            await self.actor.call("ping")
+            return await self.actor.call(method, *arguments)
+
+    async def ping(self) -> None:
+        await self.call("ping")
 
     async def exited(self) -> str:
         """Waits for the actor's end and says why. A process's end is known at once, a machine's when Ray knows it."""
         try:
-            with named(self.name):
-                await self.actor.call("stay")
+            await self.call("stay")
         except PodiumError as error:
             return str(error)
         return "it left"
 
     async def end(self) -> None:
-        await asyncio.to_thread(end, self.actor, self.pid if self._is_here else None)
+        await asyncio.to_thread(self.actor.end, self.pid if self._is_here else None)
 
 
-def end(actor: Handle, pid: int | None) -> None:
-    """Kills the actor. Ray gives a frozen process some seconds; on this machine `pid` is killed after one second."""
-    with suppress(Exception):  # the actor or the whole cluster is gone already
-        ray.kill(actor.actor)
-    if pid is not None:
-        _kill_if_it_stays(pid)
+@contextmanager
+def named(who: str, lost: type[PodiumError] = EngineError) -> Iterator[None]:
+    """Turns Ray's errors into Podium's; `lost` is raised where the actor, or what it held, is gone."""
+    try:
+        yield
+    except (RayTaskError, RayActorError) as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, PodiumError):
+            raise cause from None
+        if isinstance(cause, RayActorError):
+            raise lost(f"{who} is gone: {_how(cause)}") from None
+        raise lost(f"{who} failed: {type(cause).__name__}: {_first_line(cause)}") from None
+    except GetTimeoutError:
+        raise lost(f"{who} did not answer in time") from None
+    except RayError as error:
+        raise lost(f"{who}: {type(error).__name__}: {_first_line(error)}") from None
 
 
-def _kill_if_it_stays(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        for _ in range(MOMENTS):
-            time.sleep(MOMENT_S)
-            os.kill(pid, 0)
-        os.kill(pid, signal.SIGKILL)
+def _how(error: RayActorError) -> str:
+    """Ray's own message on how the actor ended, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reasons = [line for line in lines if line.startswith("The actor")]
+    return (reasons or lines or ["no reason given"])[-1][:300]
 
 
-def _find(name: str, namespace: str) -> Any:
-    with suppress(ValueError):  # gone since
-        return ray.get_actor(name, namespace=namespace)
-    return None
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def results(calls: Mapping[str, Call], limit_s: float) -> dict[str, Any]:
+    """What each call returned, by name; if some failed, one error that lists all of them."""
+    ray.wait([call.ref for call in calls.values()], num_returns=len(calls), timeout=limit_s)
+    attempts = {name: lambda call=call: call.result(0.0) for name, call in calls.items()}
+    return all_of(attempts, "workers could not be made ready")
+
+
+def all_of(attempts: Mapping[str, Callable[[], Any]], problem: str) -> dict[str, Any]:
+    """What each attempt returns, by name. If some fail, one error for all: an `InputError` if each of them is one.
+    Names with the same message are listed together."""
+    found: dict[str, Any] = {}
+    errors: list[PodiumError] = []
+    by_text: dict[str, list[str]] = {}
+    for name, attempt in attempts.items():
+        try:
+            with named("it", ProvisionError):
+                found[name] = attempt()
+        except PodiumError as error:
+            errors.append(error)
+            by_text.setdefault(str(error), []).append(name)
+    if errors:
+        listed = "\n".join(f"  {', '.join(names)}: {text}" for text, names in by_text.items())
+        kind = InputError if all(isinstance(error, InputError) for error in errors) else ProvisionError
+        raise kind(f"{len(errors)} of {len(attempts)} {problem}:\n{listed}")
+    return found

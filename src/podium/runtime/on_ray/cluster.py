@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from ray.exceptions import AuthenticationError
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
 
 from podium.errors import InputError, ProvisionError
-from podium.runtime.on_ray.calls import DriverContext
 
 LINGER_S = 300.0
 CLEANER = """
@@ -48,9 +48,21 @@ LONGEST_PLACE = 24
 """Longest path of the folder, in bytes, with which the names of Ray's sockets are short enough for the kernel."""
 
 
+@dataclass(frozen=True)
+class DriverContext:
+    """Where the driver runs, so that actors find the code and files that it finds."""
+
+    cwd: str
+    path: tuple[str, ...]
+    scratch: str | None
+    """Folder for temporary files, removed with the cluster; None: the system's folder."""
+    linger_s: float | None
+    """Seconds without a ping from a driver after which an actor ends; None: Ray ends it with the driver."""
+
+
 class Cluster:
-    """Connected until it is closed. A new cluster gets `num_cpus`, whatever the machine has: actors that
-    share cores are slow and not refused."""
+    """Connected until it is closed. A new cluster gets `num_cpus`, whatever the machine has: actors that share cores
+    are slow, and not refused."""
 
     def __init__(self, address: str | None, run_id: str, num_cpus: float, linger_s: float | None) -> None:
         if ray.is_initialized():
@@ -101,8 +113,9 @@ class Cluster:
 
     def wait_for(self, group: Any, limit_s: float) -> None:
         if not group.wait(timeout_seconds=limit_s):
+            asked = {name: size * len(group.bundle_specs) for name, size in group.bundle_specs[0].items()}
             raise ProvisionError(
-                f"Ray found no room for them: they ask for {_sum(group.bundle_specs)}, the cluster has "
+                f"Ray found no room for them: they ask for {_shown(asked)}, the cluster has "
                 f"{_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free "
                 f"(runtime.start_s = {limit_s:g})"
             )
@@ -114,8 +127,11 @@ class Cluster:
                 with suppress(Exception):  # the cluster itself may have failed
                     remove_placement_group(group)
             ray.shutdown()
-        if self._folder is not None:
-            _remove(self._folder)
+        for _ in range(50):  # Ray's processes may still write to their logs
+            if self._folder is None or not self._folder.exists():
+                break
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.1)
         if self._cleaner is not None and self._cleaner.stdin is not None:
             self._cleaner.kill()
             self._cleaner.stdin.close()
@@ -125,7 +141,9 @@ class Cluster:
 
 def _connect(address: str, shared: dict[str, Any]) -> None:
     try:
-        _knock(address)
+        if address != "auto":  # fails early where nothing listens: Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
         with _own_signals():
             ray.init(address=address, **shared)
     except AuthenticationError:
@@ -141,13 +159,6 @@ def _connect(address: str, shared: dict[str, Any]) -> None:
         ) from None
 
 
-def _knock(address: str) -> None:
-    """Fails early where nothing listens: Ray would try for minutes."""
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
-
-
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keeps Podium's signal handlers: with Ray's, SIGTERM would end this process at once instead of at a safe point."""
@@ -158,20 +169,6 @@ def _own_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _remove(folder: Path) -> None:
-    """Tries again while Ray's processes still write to their logs."""
-    for _ in range(50):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)
-
-
-def _sum(bundles: list[dict[str, float]]) -> str:
-    names = {name for bundle in bundles for name in bundle}
-    return _shown({name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names})
 
 
 def _shown(resources: Mapping[str, float]) -> str:

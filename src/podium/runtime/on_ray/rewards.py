@@ -3,7 +3,6 @@
 Imports no torch, so that a new actor starts quickly.
 """
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,8 +14,7 @@ from podium.remote.pool import OnEvent, Pool, RetriesError, Rules
 from podium.remote.pool_members import Limit, Member
 from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
-from podium.runtime.on_ray.actors import ActorGroup, ActorWorker
-from podium.runtime.on_ray.calls import RunActor, named
+from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, RunActor
 
 GROUPS_AT_ONCE = 4
 """Per worker: rewards that wait for a judge or a sandbox do not block other groups."""
@@ -27,19 +25,18 @@ class RewardActor(RunActor):
     """A reward worker: scores whole groups. Rewards with a time limit run in processes of its own, as without Ray."""
 
     def open(self) -> None:
+        self._recipe: ScoringRecipe | None = None
         self._scoring: Scoring | None = None
-        self._digest = ""
 
     async def start(self) -> dict[str, Any]:
         return self.about()
 
     async def prepare(self, recipe: ScoringRecipe) -> None:
         """Finds the rewards; a reward that is missing, or cannot run here, is an error."""
-        digest = hashlib.sha256(repr(recipe).encode()).hexdigest()
-        if digest != self._digest:
+        if recipe != self._recipe:
             if self._scoring is not None:
                 self._scoring.close()
-            self._scoring, self._digest = recipe.build(), digest
+            self._scoring, self._recipe = recipe.build(), recipe
 
     async def score(self, group: Group) -> Group:
         assert self._scoring is not None
@@ -53,9 +50,12 @@ class RewardActors:
         self._actors, self._recipe, self._on_event = actors, recipe, on_event
         self.scoring = recipe.build(elsewhere=self.score)
         """The reward stage: it asks the actors and starts no process."""
-        size = actors.num_bundles
-        rules = replace(rules, replicas=(size, size), name=actors.name, kind="reward workers")
-        self._pool: Pool[Member[ActorWorker]] = Pool(rules, self._new_member, self._prepare, on_event)
+        rules = replace(rules, replicas=(actors.count, actors.count), name=actors.name, kind="reward workers")
+
+        def new_member(name: str, worker: ActorWorker) -> Member[ActorWorker]:
+            return Member(name, worker, Limit(GROUPS_AT_ONCE))
+
+        self._pool: Pool[Member[ActorWorker]] = Pool(rules, new_member, self._prepare, on_event)
         self._thread = LoopThread()
         self._has_started = False
 
@@ -76,29 +76,21 @@ class RewardActors:
 
         async def ask(member: Member[ActorWorker]) -> Group:
             started = time.monotonic()
-            with named(member.name):
-                scored = await member.worker.actor.call("score", group)
-            told = {"ordinal": ordinal, "worker": member.name, "pid": member.worker.pid}
-            self._on_event("scored", **told, seconds=time.monotonic() - started)
+            scored = await member.worker.call("score", group)
+            seconds = time.monotonic() - started
+            self._on_event("scored", ordinal=ordinal, worker=member.name, pid=member.worker.pid, seconds=seconds)
             return scored
 
         try:
             return await self._pool.send(lambda: 1, ask, lambda: {"prompts": [ordinal]})
         except RetriesError as error:
-            failed = error.reasons
-            return self.scoring.unscored(
-                group, f"{len(failed)} reward workers failed at it, the last one: {failed[-1]}"
-            )
+            reason = f"{len(error.reasons)} reward workers failed at it, the last one: {error.reasons[-1]}"
+            return self.scoring.unscored(group, reason)
 
     async def _launch(self, name: str) -> ActorWorker:
         return ActorWorker(name, *await self._actors.take(name))
 
     async def _prepare(self, member: Member[ActorWorker]) -> Mapping[str, Any]:
         """The worker finds its rewards; a reward that cannot run there is an error."""
-        with named(member.name):
-            await member.worker.actor.call("prepare", self._recipe)
+        await member.worker.call("prepare", self._recipe)
         return {}
-
-    @staticmethod
-    def _new_member(name: str, worker: ActorWorker) -> Member[ActorWorker]:
-        return Member(name, worker, Limit(GROUPS_AT_ONCE))

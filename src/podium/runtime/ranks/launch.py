@@ -1,8 +1,8 @@
-"""`runtime.ranks = N`: the same command in N processes, started and watched by torchrun.
+"""`runtime.ranks = N`: the same command in N processes, which torchrun starts and watches.
 
-The user's command writes the job to a file, starts torchrun, waits, and returns what rank 0 wrote next to that file. If
-a rank dies, torchrun ends the others. A rank that fails writes its error next to the job too, so that the command can
-name the cause. torchrun starts this module, once per rank.
+The command writes the job to a file, starts torchrun, waits, and returns the summary that rank 0 wrote next to that
+file. If a rank dies, torchrun ends the others. A rank that fails writes its error next to the job file, so that the
+command can name the cause. torchrun starts this module once per rank.
 """
 
 import json
@@ -13,14 +13,19 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+import podium.errors
 from podium.errors import InputError, PodiumError, RankError
+from podium.run.folder import RunFolder
+from podium.runtime.ranks.line import join
 from podium.settings.tables import Settings
 from podium.terminal import warn
 
@@ -30,24 +35,11 @@ END_S = 10.0
 """How long rank 0 tries to tell the others to end after an error. A rank that waits inside a forward or backward pass
 does not notice before the process of rank 0 ends."""
 RANKS_PER_CORE = 8
-RANK_MODULE = "podium.runtime.ranks.launch"
-"""This module, which torchrun starts once per rank."""
 
 
 def is_rank() -> bool:
     """Whether this process was started by torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def launched_by(launcher: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Marks a runtime whose loop does not run in the process of the user's command. `launcher(settings)` returns the
-    function that starts the loop elsewhere, or None inside the process that runs the loop."""
-
-    def mark(runtime: Any) -> Any:
-        runtime.launcher = launcher
-        return runtime
-
-    return mark
 
 
 def check_ranks(settings: Settings, ranks: int) -> None:
@@ -68,60 +60,52 @@ def check_ranks(settings: Settings, ranks: int) -> None:
         raise InputError(f"trainer.optimizer must be 'adamw' with trainer.name = {trainer!r}")
 
 
-def check_packages(settings: Settings) -> None:
-    """Refuses a trainer whose package is not installed here: each rank would find that out by itself."""
-    if settings.trainer.name == "deepspeed" and find_spec("deepspeed") is None:
-        raise InputError("trainer.name = 'deepspeed': DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'")
+def check_machine(settings: Settings, ranks: int) -> None:
+    """Refuses more ranks than this machine has room for, and a trainer whose package is not installed.
 
-
-def check_room(settings: Settings, ranks: int) -> None:
-    """NCCL takes one rank per GPU. On a CPU ranks are for trying things out; more than a few per core only wait."""
-    import torch
-
+    NCCL takes one rank per GPU. On a CPU, ranks are for trying things out; more than a few per core only wait.
+    """
     on_cpu = settings.model.device == "cpu" or not torch.cuda.is_available()
     most = RANKS_PER_CORE * len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
     if ranks > most:
         kind = f"{RANKS_PER_CORE} for each CPU core" if on_cpu else "one for each GPU"
         raise InputError(f"runtime.ranks = {ranks}: this machine has room for {most}, {kind}; lower it")
+    if settings.trainer.name == "deepspeed" and find_spec("deepspeed") is None:
+        raise InputError("trainer.name = 'deepspeed': DeepSpeed is not installed; pip install deepspeed, or use 'fsdp'")
 
 
 def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Runs the job on all ranks; the summary that rank 0 wrote, or its error."""
+    """Runs the job on all ranks; returns the summary that rank 0 wrote, or raises the error that ended the run."""
     with tempfile.TemporaryDirectory(prefix="podium-ranks-") as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = subprocess.Popen([*command, "-m", RANK_MODULE, str(path)], env=environment)
+        process = subprocess.Popen([*command, "-m", "podium.runtime.ranks.launch", str(path)], env=environment)
         was_asked = _wait(process)
         result = path.with_name("result.json")
-        written: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {"error": "RankError"}
-        if written.get("error") in (None, "RankError"):  # also a run that torchrun stopped because a rank had failed
-            written = _cause(path) or written
-        if written.get("summary", {}).get("state") == "stopped" and not was_asked:
-            written = {"error": "RankError", "message": "a rank was lost, and torchrun stopped the others"}
-    if "error" in written:
-        code = process.returncode
-        raise _as_error({"message": f"the ranks ended without a result (torchrun's exit code {code})", **written})
-    return written["summary"]
-
-
-def _cause(path: Path) -> dict[str, Any] | None:
-    """The first error that a rank wrote and that is not the loss of another rank."""
-    troubles = [json.loads(file.read_text()) for file in sorted(path.parent.glob("trouble-*.json"))]
-    return next((trouble for trouble in troubles if trouble["error"] != "RankError"), None)
+        summary: dict[str, Any] | None = json.loads(result.read_text()) if result.exists() else None
+        errors = [json.loads(file.read_text()) for file in sorted(path.parent.glob("error-*.json"))]
+    causes = [error for error in errors if error["error"] != "RankError"]  # and not the loss of another rank
+    if causes or (errors and summary is None):
+        raise _as_error(**(causes or errors)[0])
+    if summary is None:
+        raise RankError(f"the ranks ended without a result (torchrun's exit code {process.returncode})")
+    if summary["state"] == "stopped" and not was_asked:
+        raise RankError("a rank was lost, and torchrun stopped the others")
+    return summary
 
 
 def _wait(process: subprocess.Popen[bytes]) -> bool:
-    """Forwards signals to torchrun, which passes them to the ranks; rank 0 then commits and ends. Whether one came."""
-    previous, forwarded = {}, []
+    """Forwards signals to torchrun, which passes them to the ranks; rank 0 then commits and ends. Returns whether a
+    signal came."""
+    forwarded = []
 
     def forward(number: int, _: Any) -> None:
         forwarded.append(number)
         process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, forward)
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process.wait()
     finally:
@@ -130,66 +114,61 @@ def _wait(process: subprocess.Popen[bytes]) -> bool:
     return bool(forwarded)
 
 
-def _as_error(written: dict[str, Any]) -> PodiumError:
-    """The error that rank 0 wrote, as an error of the same class."""
-    import podium.errors
+def _as_error(error: str, message: str) -> PodiumError:
+    """The error that a rank wrote, as an error of the same class."""
+    kind = getattr(podium.errors, error, PodiumError)
+    return kind(message) if issubclass(kind, PodiumError) else PodiumError(message)
 
-    kind = getattr(podium.errors, written["error"], PodiumError)
-    return kind(written["message"]) if issubclass(kind, PodiumError) else PodiumError(written["message"])
+
+def run_job(job: dict[str, Any], settings: Settings, folder: RunFolder | None) -> dict[str, Any]:
+    """The user's command in this process, without starting others; returns its summary. `folder` is the run to resume,
+    or None for a new run."""
+    from podium.run.start import resume, train
+
+    if folder is None:
+        return asdict(train(settings, console_mode=job["console_mode"]))
+    options = {name: job[name] for name in ("step", "allow_change", "console_mode")}
+    return asdict(resume(settings, folder, **options))
 
 
 def run_rank(path: Path) -> int:
-    """One rank, from start to end; an error is written next to the job file."""
-    import torch.distributed as dist
-
-    from podium.runtime.ranks.line import join
-
+    """One rank, from start to end; returns its exit code. Rank 0 writes the summary next to the job file, and any rank
+    its error."""
     job = json.loads(path.read_text())
     settings = Settings.from_dict(job["settings"])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if _has_cuda() else "gloo", timeout=START_LIMIT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _takes_gpu() else "gloo", timeout=START_LIMIT)
     rank = join().rank
     try:
-        return _follow(settings) if rank else _lead(path.with_name("result.json"), job, settings)
+        if rank:
+            return _follow(settings)
+        folder = None if job["folder"] is None else RunFolder.open(Path(job["folder"]))
+        path.with_name("result.json").write_text(json.dumps(run_job(job, settings, folder)))
+        return _end_others()
     except Exception as error:
+        message = str(error) if isinstance(error, PodiumError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, PodiumError):
             warn(traceback.format_exc())
-        trouble = {"error": type(error).__name__, "message": f"rank {rank}: {_named(error)}"}
-        unfinished = path.with_name(f"trouble-{rank}.tmp")
-        unfinished.write_text(json.dumps(trouble))
-        unfinished.rename(path.with_name(f"trouble-{rank}.json"))
-        is_left_to_rank_0 = isinstance(error, InputError) and not join().has_met  # which has the same settings
+        if rank or not isinstance(error, PodiumError):
+            message = f"rank {rank}: {message}"
+        unfinished = path.with_name(f"error-{rank}.tmp")
+        unfinished.write_text(json.dumps({"error": type(error).__name__, "message": message}))
+        unfinished.rename(path.with_name(f"error-{rank}.json"))
+        is_left_to_rank_0 = rank > 0 and isinstance(error, InputError) and not join().has_met  # the same settings
         return 0 if is_left_to_rank_0 else 1
 
 
-def _named(error: Exception) -> str:
-    return str(error) if isinstance(error, PodiumError) else f"{type(error).__name__}: {error}"
+def _follow(settings: Settings) -> int:
+    """Rank 0 decides when the run ends, so the other ranks ignore signals."""
+    from podium.runtime.local import serve_rank
 
-
-def _lead(result: Path, job: dict[str, Any], settings: Settings) -> int:
-    """The command itself, as if there were no other ranks."""
-    from podium.run.folder import RunFolder
-    from podium.run.start import resume, train
-
-    written: dict[str, Any]
-    code = 0
-    try:
-        if job["folder"] is None:
-            summary = train(settings, console_mode=job["console_mode"])
-        else:
-            folder = RunFolder.open(Path(job["folder"]))
-            others = {"step": job["step"], "console_mode": job["console_mode"], "allow_change": job["allow_change"]}
-            summary = resume(settings, folder, **others)
-        written = {"summary": asdict(summary)}
-    except PodiumError as error:
-        written, code = {"error": type(error).__name__, "message": str(error)}, 1
-    result.write_text(json.dumps(written))
-    return code or _end_others()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    serve_rank(settings, join())
+    return 0
 
 
 def _end_others() -> int:
-    """Tells the other ranks that all is done."""
-    from podium.runtime.ranks.line import join
-
+    """Tells the other ranks that all is done; returns 1 if they cannot be told."""
     try:
         with join().order("end"):
             return 0
@@ -199,8 +178,6 @@ def _end_others() -> int:
 
 def end_process(code: int) -> None:
     """Ends the process of a rank. A failed rank ends at once, even if one of its threads, or another rank, is stuck."""
-    from podium.runtime.ranks.line import join
-
     sys.stdout.flush()
     sys.stderr.flush()
     if not code:
@@ -212,25 +189,12 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def _follow(settings: Settings) -> int:
-    """Rank 0 decides when the run ends, so the other ranks ignore signals."""
-    from podium.data.build import read_sources
-    from podium.runtime.local import serve_rank
-    from podium.runtime.ranks.line import join
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    serve_rank(settings, read_sources(settings.data), join())
-    return 0
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return True
+def _takes_gpu() -> bool:
+    """Chooses this rank's GPU; False where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from podium.errors import EngineError, PodiumError, RankError
 from podium.model.device_thread import on_device_thread, random_state, set_random_state
 from podium.model.evidence import Held, is_among, weights_digest
-from podium.records import Answer, Batch, EngineTraits, Request, UpdateResult
+from podium.records import Answer, Batch, Request, UpdateResult
 from podium.remote.codec import decode, encode
 from podium.remote.rollouts import Batching
 from podium.stages import Engine, OnTokens, Trainer
@@ -55,9 +55,9 @@ class Line:
         """A digest of the model as this rank loaded it."""
 
     @contextlib.contextmanager
-    def order(self, name: str, payloads: Sequence[bytes] | None = None) -> Iterator[None]:
-        """Sends the order to every other rank; `payloads` has one entry per rank, including rank 0. Inside the block,
-        rank 0 does its own part."""
+    def order(self, name: str, payload: bytes | Sequence[bytes] = b"") -> Iterator[None]:
+        """Sends the order to every other rank; `payload` is the same for all, or has one entry per rank, including
+        rank 0. Inside the block, rank 0 does its own part."""
         if not self._lock.acquire(blocking=False):
             raise AssertionError(f"{name} was ordered before the last order was done")
         try:
@@ -65,10 +65,21 @@ class Line:
             with _lost_ranks_named():
                 for rank in range(1, self.ranks):
                     self._send(name.encode(), rank)
-                    self._send(b"" if payloads is None else payloads[rank], rank)
+                    self._send(payload if isinstance(payload, bytes) else payload[rank], rank)
                 yield
         finally:
             self._lock.release()
+
+    @contextlib.contextmanager
+    def question(self, name: str, payload: bytes | Sequence[bytes] = b"") -> Iterator[list[bytes]]:
+        """An order to which the other ranks reply. The list is filled at the end of the block, however it ends: an
+        unread reply would be taken for the next one."""
+        replies: list[bytes] = []
+        with self.order(name, payload):
+            try:
+                yield replies
+            finally:
+                replies += self.replies()
 
     @property
     def has_met(self) -> bool:
@@ -144,7 +155,7 @@ class RankedTrainer:
             return await self._trainer.step(batches[::ranks])
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        with self._line.order("score", [encode(list(token_ids))] * self._line.ranks):
+        with self._line.order("score", encode(list(token_ids))):
             return await self._trainer.score(token_ids)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,11 +164,8 @@ class RankedTrainer:
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """With the random states of all ranks, which differ because their batches do."""
-        with self._line.order("state"):
-            try:
-                state = dict(self._trainer.state())
-            finally:
-                replies = self._line.replies()
+        with self._line.question("state") as replies:
+            state = dict(self._trainer.state())
         for rank, content in enumerate(replies, 1):
             state |= {f"{_of_rank(rank)}{name}": tensor for name, tensor in decode(Tensors, content).items()}
         return state
@@ -170,11 +178,8 @@ class RankedTrainer:
 
     def check_same(self, when: str) -> None:
         """Raises `RankError` unless every rank holds rank 0's weights, frozen ones included."""
-        with self._line.order("digest"):
-            try:
-                mine = _held(self._trainer, self._line)
-            finally:
-                replies = self._line.replies()
+        with self._line.question("digest") as replies:
+            mine = _held(self._trainer, self._line)
         for rank, theirs in enumerate(replies, 1):
             if theirs != mine:
                 raise RankError(
@@ -184,11 +189,8 @@ class RankedTrainer:
 
     def _load(self, order: str, tensors: Mapping[str, torch.Tensor], load: Callable[[Any], None]) -> None:
         """Loads on every rank. A rank that cannot load replies why; afterwards the ranks are compared."""
-        with self._line.order(order, [encode(tensors, Tensors)] * self._line.ranks):
-            try:
-                load(tensors)
-            finally:
-                replies = self._line.replies()
+        with self._line.question(order, encode(tensors, Tensors)) as replies:
+            load(tensors)
         for rank, complaint in enumerate(replies, 1):
             if complaint:
                 raise RankError(f"rank {rank} cannot load the weights: {complaint.decode()}")
@@ -216,12 +218,10 @@ class RankedEngine:
     other order comes in between. Requests that come later wait for the order under way.
     """
 
-    traits = EngineTraits(channels=("shared",), shares_weights=True, shows_weights=True)
-
     def __init__(self, engine: Engine, trainer: Trainer, line: Line) -> None:
         """`trainer` is rank 0's own, not the ranked one."""
         self._engine, self._trainer, self._line = engine, trainer, line
-        self.traits = replace(engine.traits, channels=type(self).traits.channels)
+        self.traits = replace(engine.traits, channels=("shared",))
         self._batching, self._one_order = Batching(self._write), asyncio.Lock()
 
     @property
@@ -242,50 +242,44 @@ class RankedEngine:
         shares = _shares(requests, self._line.ranks)
         orders = [encode([requests[place] for place in share], list[Request]) for share in shares]
         async with self._one_order:
-            with self._line.order("generate", orders):
-                async with self._replies() as replies:
-                    mine = await asyncio.gather(*(self._engine.generate(requests[place]) for place in shares[0]))
-                written = [mine, *(decode(list[Answer], content) for content in replies)]
+            async with self._question("generate", orders) as replies:
+                mine = await asyncio.gather(*(self._engine.generate(requests[place]) for place in shares[0]))
+            written = [mine, *(decode(list[Answer], content) for content in replies)]
         for share, answers in zip(shares, written, strict=True):
             for place, answer in zip(share, answers, strict=True):
                 yield place, answer
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Rank 0's; the error names a rank whose engine answers otherwise."""
-        with self._line.order("engine_score", [encode(list(token_ids))] * self._line.ranks):
-            async with self._replies() as replies:
-                mine = await self._engine.score(token_ids)
-            for rank, content in enumerate(replies, 1):
-                theirs = decode(list[float], content)
-                if not max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= SAME:
-                    raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
+        async with self._question("engine_score", encode(list(token_ids))) as replies:
+            mine = await self._engine.score(token_ids)
+        scores = [decode(list[float], content) for content in replies]
+        _check_same(max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= SAME for theirs in scores)
         return mine
 
     async def held(self) -> Held:
         """Rank 0's; the error names a rank whose engine holds something else."""
-        with self._line.order("engine_held"):
-            async with self._replies() as replies:
-                mine: Held = await self._engine.held()  # type: ignore[attr-defined]
-            for rank, content in enumerate(replies, 1):
-                if not is_among(decode(Held, content), [mine]):
-                    raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
+        async with self._question("engine_held") as replies:
+            mine: Held = await self._engine.held()  # type: ignore[attr-defined]
+        _check_same(is_among(decode(Held, content), [mine]) for content in replies)
         return mine
 
     @contextlib.asynccontextmanager
-    async def _replies(self) -> AsyncIterator[list[bytes]]:
-        """Filled at the end of the block, however it ends: an unread reply would be taken for the next one."""
+    async def _question(self, name: str, payload: bytes | Sequence[bytes] = b"") -> AsyncIterator[list[bytes]]:
+        """As `Line.question`; while rank 0 waits for the replies, its event loop goes on."""
         replies: list[bytes] = []
-        try:
-            yield replies
-        except BaseException:
-            self._line.give_up()
-            raise
-        finally:
-            replies += await asyncio.shield(on_device_thread(self._line.replies))
+        with self._line.order(name, payload):
+            try:
+                yield replies
+            except BaseException:
+                self._line.give_up()
+                raise
+            finally:
+                replies += await asyncio.shield(on_device_thread(self._line.replies))
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Each rank's engine loads from its own trainer, which made the same update."""
-        with self._line.order("load_weights", [encode(version)] * self._line.ranks):
+        with self._line.order("load_weights", encode(version)):
             await self._engine.load_weights(self._trainer.weights(), version)
 
     async def load_folder(self, folder: Path, version: int) -> None:
@@ -293,6 +287,13 @@ class RankedEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _check_same(are_same: Iterable[bool]) -> None:
+    """One entry for each rank from 1."""
+    for rank, is_same in enumerate(are_same, 1):
+        if not is_same:
+            raise EngineError(f"the engine of rank {rank} does not hold the weights that rank 0's holds")
 
 
 def _shares(requests: Sequence[Request], ranks: int) -> list[list[int]]:
@@ -341,27 +342,22 @@ async def _obey(name: str, content: bytes, line: Line, trainer: Trainer, engine:
 
 
 def _load(name: str, tensors: Mapping[str, torch.Tensor], line: Line, trainer: Trainer) -> None:
-    """Replies with why the tensors cannot be loaded, or with nothing."""
-    complaint = "its process failed"
+    """Replies with why the tensors cannot be loaded, or with nothing. A checkpoint of fewer ranks has no random state
+    for this rank, which then continues with rank 0's."""
+    complaint, prefix = "its process failed", _of_rank(line.rank)
     try:
         if name == "start_from":
             trainer.load_weights(tensors)
         else:
-            _load_state(tensors, line.rank, trainer)
+            trainer.load_state(tensors)
+            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            if own:
+                set_random_state(own)
         complaint = ""
     except PodiumError as error:
         complaint = str(error)
     finally:
         line.reply(complaint.encode())
-
-
-def _load_state(tensors: Mapping[str, torch.Tensor], rank: int, trainer: Trainer) -> None:
-    """A checkpoint of fewer ranks has no random state for this rank, which then continues with rank 0's."""
-    trainer.load_state(tensors)
-    prefix = _of_rank(rank)
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if own:
-        set_random_state(own)
 
 
 async def _obey_engine(name: str, content: bytes, line: Line, trainer: Trainer, engine: Engine) -> None:

@@ -1,10 +1,9 @@
 """From the stages that a runtime has placed to a run that is ready to start: the same for every runtime.
 
-In: `Placed`, the stages that run in different places in different runtimes. Out: `Wired`, all stages of the loop with
-the reports, the ledger and the watchdog. Nothing is written here.
+In: `Placed`, the stages whose place depends on the runtime. Out: `Wired`, all stages of the loop, with the reports, the
+ledger and the watchdog. Nothing is written here.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ from podium.run.checkpoint import SavedTrainer
 from podium.run.folder import Ledger, RunFolder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
-from podium.runtime.wiring.reference import Reference, with_reference_logprobs
 from podium.settings.tables import Settings
-from podium.stages import Stages, StartRollouts, Sync, Trainer
+from podium.stages import Stages, StartRollouts, Sync
 
 
 class PlacedEngine(Protocol):
@@ -43,7 +41,7 @@ class PlacedEngine(Protocol):
 
 @dataclass(frozen=True)
 class Placed:
-    """The stages whose place differs between runtimes."""
+    """What a runtime returns: the stages whose place differs between runtimes."""
 
     data: RunData
     tokenizer: Any
@@ -73,7 +71,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Wired:
-    """What a runtime gives back: a run that is ready to start."""
+    """A run that is ready to start."""
 
     stages: Stages
     engine: PlacedEngine
@@ -86,15 +84,10 @@ class Wired:
     """Ends what the runtime itself started; called last."""
 
     def close(self) -> None:
-        """Closes everything that was started; where one fails to close, the others are closed all the same."""
+        """Closes everything that was started; if one of them fails to close, the others are still closed."""
+        stages = self.stages
         with ExitStack() as last_first:
-            for close in (
-                self.end,
-                self.stages.sync.close,
-                self.engine.close,
-                self.stages.reward.close,
-                self.watchdog.end,
-            ):
+            for close in (self.end, stages.sync.close, self.engine.close, stages.reward.close, self.watchdog.end):
                 last_first.callback(close)
 
 
@@ -114,7 +107,7 @@ def wire(
     step: int | None,
     console_mode: str | None,
 ) -> Wired:
-    """`step` names the checkpoint to go on from."""
+    """`step` names the checkpoint to continue from."""
     ledger, plan, data, held_out = Ledger(folder), placed.data.plan, placed.data.train, placed.data.held_out
     tokens = placed.memory.max_tokens_per_batch
     reports = build_reports(
@@ -163,19 +156,3 @@ def wire(
     )
     watchdog = Watchdog(folder, observer, stall_limit_s(settings.rollout.options.get("max_new_tokens", 1)))
     return Wired(stages, placed.engine, plan, reports, ledger, watchdog, placed.end)
-
-
-async def train_step(
-    trainer: Trainer, reference: Reference | None, sleeper: Any, batches: Sequence[Batch]
-) -> UpdateResult:
-    """One step of the trainer, with the logprobs of a separate reference. `sleeper` is the engine that sleeps during
-    the step (`engine.sleep`), or None."""
-    if reference is not None:
-        batches = await asyncio.to_thread(with_reference_logprobs, reference, batches)
-    if sleeper is None:
-        return await trainer.step(batches)
-    await sleeper.sleep()
-    try:
-        return await trainer.step(batches)
-    finally:
-        await sleeper.wake()
