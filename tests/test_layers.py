@@ -11,8 +11,8 @@ import podium
 
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
-FORKED = {"remote.fork_server", "remote.processes", "remote.relay"}
-POOL = {"remote.loop_thread", "remote.pool", "remote.pool_members", "remote.rollouts"}
+FORKED = {"remote.fork_server", "remote.fork_server_process"}
+POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.checkpoint_files", "run.folder", "run.ledger", "run.resume_rules"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "removed", "sections", "tables")}
 STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
@@ -39,22 +39,19 @@ ALLOWED = {
     "loss": BELOW_STAGES | {"settings.contracts"},
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES | {"remote.rollouts", "settings.values"},  # it is handed an engine and never finds one
+    "server": BELOW_STAGES | {"remote.rollouts", "settings.values"},  # it is given an engine and never finds one
     "report": {"errors", "records", "remote.files", "run.folder", "run.ledger", "stages", "terminal"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
     "report.build": {"errors", "report", "run.folder", "run.ledger", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export.trained", "server"},
-    "server.worker": BELOW_STAGES | SETTINGS | {"server"},
     "remote.codec": {"errors", "records"},
     "remote.files": set(),
-    "remote.fork_server": {"remote.loop_thread", "remote.processes"},
-    "remote.fork_server_process": {"remote.fork_server", "remote.processes"},
+    "remote.engine_pool": {"errors", "model", "records", "stages", *POOL},
+    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "terminal"},
+    "remote.fork_server_process": set(),
     "remote.loop_thread": {"errors"},
-    "remote.pool": {"errors", "remote.pool_members"},
-    "remote.pool_members": {"errors"},
-    "remote.relay": {"terminal"},
+    "remote.pool": {"errors"},
     "remote.rollouts": {"errors", "records", "stages"},
-    "remote.processes": set(),
     "run.build": BELOW_STAGES | SETTINGS | RUN,
     "run.checkpoint": {"errors", "records", "run.checkpoint_files", "run.folder", "run.ledger"},
     "run.checkpoint_files": {"errors", "remote.files"},
@@ -75,7 +72,7 @@ ALLOWED = {
     "runtime.local": PLACED,
     "runtime.ray": PLACED | {"remote.pool", "runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
-    "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
+    "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.serve", "sync"},
     "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.signals", "run.start", "sync"},
     "settings.values": set(),
     "settings.contracts": {"errors", "records"},
@@ -89,7 +86,7 @@ ALLOWED = {
 
 BY_FILE = {"check", "evaluation", "export", "remote", "run", "runtime", "settings"}
 """Folders of which each file, or sub-folder, is a part of its own."""
-OWN_PARTS = {"build", "serve", "worker"}
+OWN_PARTS = {"build", "serve"}
 """Files that are parts of their own in every folder: they make what the rest of the folder is given."""
 
 TOP = {

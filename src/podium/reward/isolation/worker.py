@@ -16,7 +16,7 @@ from typing import Any
 from podium.errors import RewardContractError
 from podium.records import Group, Prompt, Rollout
 from podium.remote.codec import decode, encode
-from podium.remote.processes import limit_processor_time
+from podium.remote.fork_server_process import limit_processor_time
 from podium.reward.sandbox.inside.limits import hide_from_others
 from podium.reward.scoring.contract import Failed, Normalised, Outcome, bound_reward, call_reward, style_of
 from podium.settings.lookup import find, validate_options

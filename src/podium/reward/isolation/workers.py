@@ -16,9 +16,18 @@ from typing import Any
 
 from podium.errors import RewardFailedError
 from podium.remote.codec import encode
-from podium.remote.fork_server import CallError, Child, DiedError, ForkServer, GarbledError, RemoteError, StartError
-from podium.remote.processes import Limits, how_it_ended
-from podium.remote.relay import Relay
+from podium.remote.fork_server import (
+    CallError,
+    Child,
+    DiedError,
+    ForkServer,
+    GarbledError,
+    Relay,
+    RemoteError,
+    StartError,
+    how_it_ended,
+)
+from podium.remote.fork_server_process import Limits
 from podium.reward.isolation.worker import MAX_REPLY, OUT_OF_MEMORY, EncodedGroup, Task, decode_outcome
 from podium.reward.scoring.contract import Failed, Outcome, Style, late
 from podium.terminal import warn

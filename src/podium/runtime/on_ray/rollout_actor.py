@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from podium.engine.members.folder import PoolFolder
+from podium.engine.pool import PoolFolder
 from podium.errors import BusyError, EngineError, WeightsError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
@@ -13,11 +13,11 @@ from podium.model.handoff import PackedFolder, remove_published, unpack_publishe
 from podium.records import Answer, Request
 from podium.runtime.on_ray.calls import RunActor
 from podium.server.door import Refusal
-from podium.server.worker import load_engine, make_served
+from podium.server.serve import load_engine, make_served
 
 
 class RolloutActor(RunActor):
-    """`given` says which model and engine (server/worker.py)."""
+    """`given` says which model and engine (server/serve.py)."""
 
     def open(self, given: Mapping[str, Any]) -> None:
         self._given = dict(given)

@@ -1,4 +1,4 @@
-"""Rollout actors as one engine (engine/members/engine_pool.py): Ray starts the members, and weights reach them through
+"""Rollout actors as one engine (remote/engine_pool.py): Ray starts the members, and weights reach them through
 the object store, since a worker may run on a machine that cannot read the driver's folders."""
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from podium.engine.members.engine_pool import CLOSE_S, EnginePool, Weights
 from podium.errors import EngineError, WeightsError
 from podium.model.evidence import Held
 from podium.records import Answer, Request
+from podium.remote.engine_pool import CLOSE_S, EnginePool, Weights
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
 from podium.runtime.on_ray.actors import ActorGroup, ActorWorker

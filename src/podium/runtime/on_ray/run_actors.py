@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.engine.build import fitted
-from podium.engine.members.engine_pool import DEFAULT_CONCURRENCY
 from podium.errors import InputError, PodiumError
 from podium.model.chat import tokenizer_fingerprint
+from podium.remote.engine_pool import DEFAULT_CONCURRENCY
 from podium.remote.pool import Rules
 from podium.reward.build import ScoringRecipe
 from podium.run.folder import RunFolder
@@ -178,7 +178,7 @@ class RunActors:
         self._cluster.wait_for(kind.group, self._rules.start_s)
 
     def _engine_given(self) -> dict[str, Any]:
-        """What `load_engine` is given (server/worker.py)."""
+        """What `load_engine` is given (server/serve.py)."""
         settings = self._settings
         precision, engine = (
             settings.trainer.options.get("precision", "float32"),
