@@ -138,7 +138,7 @@ def _report(folder: Path, step: Any) -> None:
 
 def _route_s() -> float:
     """To find a worker with room among many that are busy, for each of them."""
-    from podium.remote.pool_members import Limit, Member, Members
+    from podium.remote.pool import Limit, Member, Members
 
     async def search() -> float:
         members: Members[Member[Any]] = Members()

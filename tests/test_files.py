@@ -95,7 +95,7 @@ def test_a_disk_that_does_not_answer_holds_neither_a_request_nor_the_end_of_the_
     code = f"""
 import asyncio
 from podium.server.door import Refusal
-from podium.server.gate import within
+from podium.server.served import within
 async def main():
     assert await within(60, "adding", lambda a, b: a + b, 1, 2) == 3
     try:

@@ -11,8 +11,8 @@ import podium
 
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
-FORKED = {"remote.fork_server", "remote.processes", "remote.relay"}
-POOL = {"remote.loop_thread", "remote.pool", "remote.pool_members", "remote.rollouts"}
+FORKED = {"remote.fork_server", "remote.fork_server_process"}
+POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
 STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
@@ -44,17 +44,14 @@ ALLOWED = {
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
     "report.build": {"errors", "records", "report", "run.folder", "stages", "terminal", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export", "server"},
-    "server.worker": BELOW_STAGES | SETTINGS | {"server"},
     "remote.codec": {"errors", "records"},
     "remote.files": set(),
-    "remote.fork_server": {"remote.loop_thread", "remote.processes"},
-    "remote.fork_server_process": {"remote.fork_server", "remote.processes"},
+    "remote.engine_pool": {"errors", "model", "records", "stages", *POOL},
+    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "terminal"},
+    "remote.fork_server_process": set(),
     "remote.loop_thread": {"errors"},
-    "remote.pool": {"errors", "remote.pool_members"},
-    "remote.pool_members": {"errors"},
-    "remote.relay": {"terminal"},
+    "remote.pool": {"errors"},
     "remote.rollouts": {"errors", "records", "stages"},
-    "remote.processes": set(),
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
     "run.folder": {"errors", "remote.files"},
@@ -66,7 +63,7 @@ ALLOWED = {
     "runtime.local": PLACED,
     "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
-    "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.worker", "sync"},
+    "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.serve", "sync"},
     "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.start", "sync"},
     "settings.contracts": {"errors", "records"},
     "settings.lookup": {"errors", "records", "settings.contracts"},
@@ -78,7 +75,7 @@ ALLOWED = {
 
 BY_FILE = {"check", "remote", "run", "runtime", "settings"}
 """Folders of which each file, or sub-folder, is a part of its own."""
-OWN_PARTS = {"build", "serve", "worker"}
+OWN_PARTS = {"build", "serve"}
 """Files that are parts of their own in every folder: they make what the rest of the folder is given."""
 
 TOP = {

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from podium.engine.members.engine_pool import EnginePool, Weights
 from podium.errors import EngineError
 from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.remote.engine_pool import EnginePool, Weights
 from podium.remote.pool import Rules
 
 RULES: dict[str, Any] = {

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import podium.engine.pool as pool_module
-from podium.engine.members.folder import PoolFolder, hold, sweep
-from podium.engine.pool import Pool
+from podium.engine.pool import Pool, PoolFolder, hold, sweep
 from podium.errors import EngineError, InputError, ParityError
 from podium.model import device_thread
-from podium.model.handoff import manifest_of, publish, read_published, remove_published
+from podium.model.handoff import publish, read_published, remove_published
 from podium.model.load import load_policy
 from podium.records import EngineTraits
 from podium.remote.loop_thread import LoopThread
@@ -144,7 +143,7 @@ def test_held_weights_outlive_the_published_ones(tmp_path: Path) -> None:
     policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
     published = publish(tmp_path, policy, policy.named_weights(), 4)
     held = tmp_path / "held"
-    hold(published, manifest_of(published), held)
+    hold(published, held)
     remove_published(published)
     assert set(read_published(held, dict(policy.named_weights()), 4)) == set(dict(policy.named_weights()))
 

@@ -9,7 +9,7 @@ import pytest
 
 from podium.errors import BusyError, EngineError, InputError, WeightsError
 from podium.records import Request, Sampling
-from podium.remote.pool_members import Limit
+from podium.remote.pool import Limit
 from tests.engine.crew import Crew, FakeWorker, a_step, crash, seeds
 
 

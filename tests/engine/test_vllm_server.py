@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from podium.engine.vllm_server import CALL_REQUESTS, VllmServer, call_sizes
+from podium.engine.vllm_server import CALL_REQUESTS, VllmServer, calls_of
 from podium.errors import EngineError, InputError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.load import Policy, load_policy
@@ -128,10 +128,10 @@ def test_a_prompt_that_is_too_long_is_the_inputs_fault(policy: Policy, server: R
 def test_a_call_is_cut_to_what_a_server_takes() -> None:
     """A prompt counts once, however many of its requests are in a call."""
     long = [Request((k,) * 90_000, SAMPLING, seed) for k in range(5) for seed in range(10)]
-    assert list(call_sizes(long)) == [20, 20, 10]
+    assert [len(call) for call in calls_of(long)] == [20, 20, 10]
     many = [Request((1,), SAMPLING, seed) for seed in range(2 * CALL_REQUESTS + 1)]
-    assert list(call_sizes(many)) == [CALL_REQUESTS, CALL_REQUESTS, 1]
-    assert list(call_sizes([])) == []
+    assert [len(call) for call in calls_of(many)] == [CALL_REQUESTS, CALL_REQUESTS, 1]
+    assert list(calls_of([])) == []
 
 
 def test_requests_of_one_turn_travel_together_each_with_its_own_sampling(policy: Policy, server: Running) -> None:
@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "no place": ([{"answer": ANSWER, "run": None}], "answers nothing"),
     "the same twice": ([line(), line()], "answers nothing"),
     "an error": ([{"error": "the engine failed"}], "the engine failed"),
-    "no JSON": (["<html>"], "no JSON"),
+    "no JSON": (["<html>"], "did not send JSON"),
     "nothing": ([], "left out 2 of 2"),
     "one of two": ([line()], "left out 1 of 2"),
     "cut in a line": (["CUT"], "broke off"),

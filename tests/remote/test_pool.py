@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from podium.errors import InputError, WorkerError
-from podium.remote.pool import Pool, RetriesError, Rules
-from podium.remote.pool_members import Limit, Member
+from podium.remote.pool import Limit, Member, Pool, RetriesError, Rules
 
 RULES = Rules((2, 2), 1, max_restarts=1, start_s=5.0, recovery_s=5.0, frozen_s=5.0, max_redispatches=2)
 

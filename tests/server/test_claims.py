@@ -3,7 +3,7 @@
 import pytest
 
 from podium.server.door import Refusal
-from podium.server.gate import Claims
+from podium.server.served import Claims
 
 
 def test_a_second_run_is_told_who_was_first() -> None:

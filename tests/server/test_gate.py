@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from podium.server.door import Refusal
-from podium.server.gate import Gate
+from podium.server.served import Gate
 
 
 async def soon() -> None:

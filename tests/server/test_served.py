@@ -26,7 +26,7 @@ def test_a_server_goes_back_to_its_own_weights_once_answers_have_ended_that_took
     async def run() -> None:
         nonlocal tries
         own = await served.score(IDS)
-        served.claim("mine", "run")
+        served.claims.take("mine", "run")
         await served.reload(folder.name, 1, in_flight=False, run="mine")
         served.gate._drain_s = 0.02
         restore = served._restore

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from podium.records import EngineTraits
+from podium.server.app import _Routes
 from podium.server.door import Refusal
-from podium.server.gate import Claims, Gate
-from podium.server.served import Served
-from podium.server.weights import Join, Receive, Transfer
+from podium.server.served import Claims, Gate, Served
+from podium.server.wire import Join, Receive
 from tests.server.serving import Running
 
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
@@ -52,12 +52,16 @@ def a_server(engine: Any, *, device: str = "cuda", peft: Any = None) -> Any:
     return server
 
 
+def routes(server: Any) -> _Routes:
+    return _Routes(server, "vllm_local", print)
+
+
 def test_names_and_shapes_reach_the_engine_and_the_run_owns_the_weights() -> None:
     engine = Able()
     server = a_server(engine)
     server.claims.take("mine", "run")
-    asyncio.run(Transfer(server).join(Join(**MEETING, run="mine")))  # type: ignore[arg-type]
-    asyncio.run(Transfer(server).receive(Receive(**UPDATE, version=7, run="mine")))  # type: ignore[arg-type]
+    asyncio.run(routes(server).join_transfer(Join(**MEETING, run="mine")))  # type: ignore[arg-type]
+    asyncio.run(routes(server).receive_weights(Receive(**UPDATE, version=7, run="mine")))  # type: ignore[arg-type]
     assert engine.told == [MEETING, (UPDATE, 7)]
     assert server.run == "mine"
 
@@ -66,7 +70,7 @@ def test_names_and_shapes_reach_the_engine_and_the_run_owns_the_weights() -> Non
 def test_tensors_of_another_model_are_refused_before_any_comes(change: dict[str, Any]) -> None:
     engine = Able()
     with pytest.raises(Refusal, match="tensor"):
-        asyncio.run(Transfer(a_server(engine)).receive(Receive(**(UPDATE | change), version=7)))  # type: ignore[arg-type]
+        asyncio.run(routes(a_server(engine)).receive_weights(Receive(**(UPDATE | change), version=7)))  # type: ignore[arg-type]
     assert engine.told == []
 
 
@@ -74,14 +78,14 @@ def test_an_engine_that_cannot_receive_takes_none() -> None:
     engine = Able()
     engine.traits = replace(engine.traits, transfer_ranks=0)
     with pytest.raises(Refusal, match="no weights by NCCL"):
-        asyncio.run(Transfer(a_server(engine)).join(Join(**MEETING)))  # type: ignore[arg-type]
+        asyncio.run(routes(a_server(engine)).join_transfer(Join(**MEETING)))  # type: ignore[arg-type]
 
 
 def test_another_run_than_the_owner_is_refused() -> None:
     server = a_server(Able())
     server.claims.take("mine", "run")
     with pytest.raises(Refusal, match="mine"):
-        asyncio.run(Transfer(server).join(Join(**MEETING, run="other")))  # type: ignore[arg-type]
+        asyncio.run(routes(server).join_transfer(Join(**MEETING, run="other")))  # type: ignore[arg-type]
 
 
 def test_a_real_server_without_a_gpu_says_so(server: Running) -> None:
@@ -100,5 +104,5 @@ def test_after_a_transfer_that_broke_off_nothing_is_served() -> None:
 
     server = a_server(Breaking())
     with pytest.raises(RuntimeError, match="gone"):
-        asyncio.run(Transfer(server).receive(Receive(**UPDATE, version=7)))  # type: ignore[arg-type]
+        asyncio.run(routes(server).receive_weights(Receive(**UPDATE, version=7)))  # type: ignore[arg-type]
     assert "broke off" in server.failed

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from podium.model.handoff import manifest_of, publish
 from podium.model.load import Policy, load_policy
 from podium.server.door import Refusal
-from podium.server.weights import locate
+from podium.server.served import locate
 from podium.settings.sections import Model
 from tests.server.serving import Running
 from tests.server.test_abuse import Canary

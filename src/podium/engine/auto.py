@@ -1,7 +1,7 @@
 """The faster of `inprocess` and `vllm_local` for this run, found by trying both before it starts.
 
-Never an engine itself: `podium train` measures (check/calibrate.py), says what it takes, and the run's own settings
-name that one, so that a resume does not choose again. What only looks at a model (`eval`, `check`) takes `inprocess`.
+It is never an engine itself: `podium train` measures both (check/calibrate.py), prints the choice, and writes it into
+the run's own settings, so a resume does not choose again. Commands that only evaluate a model use `inprocess`.
 """
 
 from podium.errors import InputError
@@ -9,7 +9,7 @@ from podium.model.load import Policy
 from podium.records import EngineTraits
 
 CANDIDATES = ("inprocess", "vllm_local")
-"""The first is always there."""
+"""The first one is always installed."""
 
 
 class Auto:

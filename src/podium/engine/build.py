@@ -18,31 +18,27 @@ from podium.settings.contracts import checked, user_code
 from podium.settings.lookup import find, option_fields
 from podium.settings.tables import Settings
 
+LEAST_CONTEXT = 128
+"""Smallest context that follows from the run: the probe and health checks must fit too."""
+
 
 def cpu_team(settings: Settings) -> AbstractContextManager[None]:
-    """One team of CPU threads for all that a process does in a run. Changes nothing with a GPU, where torch's CPU
-    threads only load the model, and nothing for an engine that divides the cores by itself."""
+    """One team of CPU threads for all work of a process. Has no effect with a GPU, where torch's CPU threads only load
+    the model, and for an engine that divides the cores by itself."""
     is_on_cpu = settings.model.device == "cpu" or not torch.cuda.is_available()
     return one_team() if is_on_cpu and not settings.engine_traits.plans_threads else nullcontext()
 
 
-LEAST_CONTEXT = 128
-"""Smallest context that follows from the run: the probe and health checks fit too."""
-
-
 def fitted(settings: Settings, longest_prompt: int) -> Settings:
-    """The settings with a context that holds every prompt with its answer, for an engine that takes
-    `max_context_tokens` and is given none.
-
-    vLLM plans memory for its whole context, and a model's own context may be a hundred times what a run needs.
-    """
+    """The settings with a context that holds every prompt with its answer, if the engine has the option
+    `max_context_tokens` and it is not set. vLLM reserves memory for its whole context, and a model's own context may be
+    a hundred times what a run needs."""
     options, member = settings.engine.options, settings.engine_member
     has_context = "max_context_tokens" in option_fields(find("engine", member or settings.engine.name))
     if not has_context or settings.rollout.name != "single_turn" or settings.max_engine_tokens != sys.maxsize:
         return settings
-    needed = {
-        "max_context_tokens": max(LEAST_CONTEXT, longest_prompt + settings.rollout.options.get("max_new_tokens", 256))
-    }
+    longest = longest_prompt + settings.rollout.options.get("max_new_tokens", 256)
+    needed = {"max_context_tokens": max(LEAST_CONTEXT, longest)}
     changes = {"member": {**options.get("member", {}), **needed}} if member else needed
     return settings.model_copy(update={"engine": settings.engine.model_copy(update=changes)})
 
@@ -52,8 +48,8 @@ def make_engine(
 ) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` receives the engine's events.
 
-    `compute_dtype`, `overlaps`, `in_flight` and `on_event` go to a constructor that has a parameter of that name; their
-    meaning stands at `podium.stages.Engine`.
+    `compute_dtype`, `overlaps`, `in_flight` and `on_event` go to a constructor that has a parameter of that name;
+    `podium.stages.Engine` explains them.
     """
     make = find("engine", settings.engine.name)
     offered = {
@@ -69,7 +65,7 @@ def make_engine(
 
 
 def ignore_event(kind: str, **details: Any) -> None:
-    """Where nobody watches the engine."""
+    """For engines whose events are not recorded."""
 
 
 async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:

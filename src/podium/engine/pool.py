@@ -1,13 +1,17 @@
 """Many engines as one: local processes that it starts itself, servers that run already, or both.
 
-In: requests. Out: answers. A request goes to the member with the fewest rollouts in flight, and a prefix group goes to
-one member. A member that dies, freezes or does not take new weights is replaced, and another member writes what it was
-writing. In-process members write the same rollouts wherever they run, so a run in which workers were killed is the same
-run.
+In: requests. Out: answers. remote/engine_pool.py says which member answers what, and what happens when a member fails.
+Here is what runs at the other end of a member: a forked process that serves an engine on a unix socket
+(server/serve.py), or a server. In-process members write the same rollouts wherever they run, so a run in which workers
+were killed is the same run.
 """
 
 import asyncio
+import fcntl
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,21 +23,25 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from podium.engine.members.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
-from podium.engine.members.folder import PoolFolder, hold
-from podium.engine.members.workers import model_of, start_local, start_server
+from podium.engine.decoding.queue import check_room
 from podium.engine.vllm_server import VllmServer
-from podium.errors import EngineError, InputError
+from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import team_size
 from podium.model.handoff import manifest_of, publish, remove_published
 from podium.model.load import Policy
-from podium.remote.fork_server import ForkServer, StartError
+from podium.records import Answer, Request
+from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
+from podium.remote.fork_server import Child, ForkServer, RemoteError, StartError
 from podium.remote.pool import IDLE_S, OnEvent, Rules
 from podium.settings.lookup import find, validate_options
+from podium.stages import OnTokens
 
 DEFAULT_REPLICAS = (2, 2)
 MAX_CALLS = 4096
-"""Connections to one member; how much it is asked is decided before."""
+"""Connections to one member. The pool itself limits how much a member is asked."""
+FOLDER_PREFIX = "podium-pool-"
+LONGEST_SOCKET = 100
+"""Bytes of a unix socket's path; the kernel takes a few more."""
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -75,41 +83,48 @@ class Pool(EnginePool):
         self._policy, self._of, self._in_flight = policy, of or (None if urls else "inprocess"), in_flight
         if self._of is not None and find_spec("fastapi") is None:
             raise InputError("engine.name = 'pool' starts servers, which need FastAPI: pip install 'podium-rl[server]'")
-        self._urls, self._token_file = list(dict.fromkeys(urls)), token_file
-        self._rules = Rules(
-            replicas or DEFAULT_REPLICAS,
-            floor,
-            max_restarts,
-            start_s,
-            recovery_s,
-            frozen_s,
-            request_s,
-            idle_s or IDLE_S,
-            max_redispatches,
+        self._urls, self._token_file, self._request_s = list(dict.fromkeys(urls)), token_file, request_s
+        rules = Rules(
+            replicas=replicas or DEFAULT_REPLICAS,
+            floor=floor,
+            max_restarts=max_restarts,
+            start_s=start_s,
+            recovery_s=recovery_s,
+            frozen_s=frozen_s,
+            request_s=request_s,
+            idle_s=idle_s or IDLE_S,
+            max_redispatches=max_redispatches,
             kind="engines",
             floor_name="engine.floor",
             error=EngineError,
         )
-        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY
         dtype = self._precision(member.get("dtype"), floor)
         self._folder = PoolFolder()
+        self._room = min(member.get("max_context_tokens") or sys.maxsize, policy.max_context_tokens)
         traits = replace(
             type(self).traits,
             dtype=dtype,
             weights_root=self._folder.weights,
             outlives_run=bool(urls),
-            max_context_tokens=min(member.get("max_context_tokens") or sys.maxsize, policy.max_context_tokens),
+            max_context_tokens=self._room,
             keeps_order=self._of == "inprocess" and policy.device.type == "cpu" and not urls,
         )
-        super().__init__(self._rules, traits, fixed, stalled_s, on_event)
-        given = {
-            "model": model_of(policy),
-            "engine": self._of,
-            "options": member,
-            "compute_dtype": compute_dtype and str(compute_dtype).partition(".")[2],
-        }
-        threads = max(1, team_size() // self._rules.replicas[1])
-        self._server = _fork_server(given, threads, self._folder, start_s)
+        fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY
+        super().__init__(rules, traits, fixed, stalled_s, on_event)
+        # In-process engines on a CPU are loaded before the fork and share the memory of the base weights.
+        is_shared = self._of == "inprocess" and policy.device.type == "cpu"
+        one_thread = {"OMP_NUM_THREADS": "1"} if is_shared else {}  # a process without other threads forks safely
+        precision = compute_dtype and str(compute_dtype).partition(".")[2]
+        given = {"model": model_of(policy), "engine": self._of, "options": member, "compute_dtype": precision}
+        threads = max(1, team_size() // rules.replicas[1])
+        self._server = ForkServer(
+            "podium.server.serve:PoolWorker",
+            {"given": given, "threads": threads, "root": str(self._folder.weights)},
+            is_shared=is_shared,
+            start_s=start_s,
+            environment={"TOKENIZERS_PARALLELISM": "false", **one_thread},
+            leftovers=[self._folder.path],
+        )
         self._held: list[Path] = []
         self._claimed: tuple[str, str] | None = None
         asyncio.run_coroutine_threadsafe(_started(self._server), self._thread.loop)
@@ -140,6 +155,10 @@ class Pool(EnginePool):
             if options["member"].get("sleep"):
                 raise InputError("engine.member.sleep has no effect: nothing tells members when to sleep; remove it")
 
+    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
+        check_room(request, self._room)  # in a batch this request would fail the others too
+        return await super().generate(request, on_tokens)
+
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         folder = await asyncio.to_thread(publish, self._folder.weights, self._policy, weights, version)
         try:
@@ -152,7 +171,7 @@ class Pool(EnginePool):
         self.policy_version = version
 
     async def claim(self, run_id: str, scope: str) -> None:
-        """For servers only: whoever started them may want their weights back."""
+        """For servers only: their owner may want the old weights back."""
         if scope == "engine" and self._of is not None:
             raise InputError("sync.scope = 'engine' has no effect on processes that end with the run; remove engine.of")
         self._claimed = (run_id, scope)
@@ -166,9 +185,9 @@ class Pool(EnginePool):
             self._folder.remove()
 
     async def _push_folder(self, folder: Path, version: int) -> None:
-        """From a copy by links that stays until the next push, for members that come later."""
+        """Links the folder until the next push, for members that start later."""
         held = self._folder.weights / f"pool-{folder.name}"
-        await asyncio.to_thread(hold, folder, manifest_of(folder), held)
+        await asyncio.to_thread(hold, folder, held)
         try:
             await self._push(Weights(held, version))
         except BaseException:
@@ -179,17 +198,33 @@ class Pool(EnginePool):
         self._held = [held]
 
     def _start(self) -> None:
-        local = partial(start_local, self._server, self._folder, self._connect) if self._of else None
-        servers = [(url, partial(self._start_server, url)) for url in self._urls]
-        self._pool.start(local, servers)
+        self._pool.start(self._launch if self._of else None, [(url, partial(self._join, url)) for url in self._urls])
 
-    async def _start_server(self, url: str, name: str) -> Any:
-        return await start_server(self._server, url, self._claimed, self._connect)
+    async def _launch(self, name: str) -> "LocalWorker":
+        path, scratch = self._folder.sockets / f"{name}.sock", self._folder.path / "t" / name
+        scratch.mkdir(parents=True)
+        worker: LocalWorker | None = None
+        try:
+            worker = LocalWorker(await self._server.fork({"TMPDIR": str(scratch)}), path, scratch)
+            await worker.child.call("listen", str(path).encode(), self._server.start_s)
+            worker.engine = await asyncio.to_thread(self._connect, f"unix:{path}")
+            return worker
+        except RemoteError as error:
+            raise EngineError(f"no worker could be started: {error}; see stderr") from None
+        finally:
+            if worker is not None and worker.engine is None:
+                await worker.end()
 
-    def _connect(self, url: str) -> Any:
-        """Waits for its first answer, on a thread of its own."""
+    async def _join(self, url: str, name: str) -> "ServerWorker":
+        engine = await asyncio.to_thread(self._connect, url)
+        if self._claimed is not None:
+            await engine.claim(*self._claimed)
+        return ServerWorker(self._server, engine)
+
+    def _connect(self, url: str) -> VllmServer:
+        """Waits for the server's first answer; call it in a thread of its own."""
         token_file = None if url.startswith("unix:") else self._token_file
-        limits = {"timeout_s": self._rules.request_s, "concurrency": MAX_CALLS}
+        limits = {"timeout_s": self._request_s, "concurrency": MAX_CALLS}
         return VllmServer(self._policy, in_flight=self._in_flight, url=url, token_file=token_file, **limits)
 
     def _precision(self, of_processes: str | None, floor: int) -> str:
@@ -215,26 +250,143 @@ class Pool(EnginePool):
             await asyncio.to_thread(engine.close)
 
 
+class LocalWorker:
+    """A process of the pool's own. What its engine leaves in the `scratch` folder goes with the process."""
+
+    engine: Any = None
+
+    def __init__(self, child: Child, path: Path, scratch: Path) -> None:
+        self.pid: int | None = child.pid
+        self.child, self._path, self._scratch = child, path, scratch
+
+    async def ping(self) -> None:
+        await self.engine.ping()
+
+    async def load(self, folder: Path, version: int) -> None:
+        await self.engine.load_folder(folder, version)
+
+    async def exited(self) -> str:
+        return await self.child.ended()
+
+    async def end(self) -> None:
+        await self.child.bury()
+        if self.engine is not None:
+            await self.engine.disconnect()
+        self._path.unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+
+
+class ServerWorker:
+    """A server that runs already, and goes on after the pool."""
+
+    pid: int | None = None
+
+    def __init__(self, forks: ForkServer, engine: Any) -> None:
+        self.engine, self._forks = engine, forks
+
+    async def ping(self) -> None:
+        await self.engine.ping()
+
+    async def load(self, folder: Path, version: int) -> None:
+        """From a copy under the server's own root, unless the server reads from the pool's folder."""
+        root = self.engine.traits.weights_root
+        if root.resolve() == folder.parent.resolve():
+            await self.engine.load_folder(folder, version)
+            return
+        copied = root / folder.name
+        leftovers = copied, manifest_of(copied)
+        await self._forks.remember(*leftovers)
+        try:
+            await asyncio.to_thread(hold, folder, copied)
+            await self.engine.load_folder(copied, version)
+        finally:
+            await asyncio.to_thread(remove_published, copied)
+            await self._forks.forget(*leftovers)
+
+    async def exited(self) -> str:
+        """Never: the end of a server shows in its pings."""
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+    async def end(self) -> None:
+        await self.engine.disconnect()
+
+
+class PoolFolder:
+    """The sockets of a pool's workers and the weights that they load. Private to this user, and locked as long as this
+    process lives."""
+
+    def __init__(self) -> None:
+        place = Path(tempfile.gettempdir())
+        if len(os.fsencode(place)) > LONGEST_SOCKET - 60:
+            place = Path("/tmp")
+        sweep(place)
+        new = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}", dir=place))  # 0700
+        self._lock = (new / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = new.with_name(new.name.removeprefix("."))
+        new.rename(self.path)
+        self.weights, self.sockets = self.path / "weights", self.path / "sockets"
+        self.weights.mkdir()
+        self.sockets.mkdir()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def sweep(place: Path) -> None:
+    """Removes the folders of pools whose driver and fork server were killed together: nobody locks them any more."""
+    for folder in place.glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError), (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def hold(published: Path, held: Path) -> None:
+    """Publishes the folder a second time as `held`, by links where possible. It stays when the first is removed."""
+    held.mkdir()
+    try:
+        for path in published.iterdir():
+            _link(path, held / path.name)
+        _link(manifest_of(published), manifest_of(held))
+    except FileNotFoundError:
+        shutil.rmtree(held)
+        raise WeightsError(f"there are no weights called {published.name}") from None
+
+
+def _link(path: Path, new: Path) -> None:
+    try:
+        os.link(path, new)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system
+        shutil.copyfile(path, new)
+
+
+def model_of(policy: Policy) -> dict[str, Any]:
+    """The `[model]` section from which a worker loads the same base, with an empty adapter of the same shape."""
+    lora: Any = False
+    if policy.peft is not None:
+        config = policy.peft.peft_config["default"]
+        targets = config.target_modules
+        targets = targets if isinstance(targets, str) else sorted(targets)
+        lora = {"r": config.r, "alpha": config.lora_alpha, "targets": targets}
+    return {
+        "name": policy.source,
+        "dtype": str(policy.model.dtype).removeprefix("torch."),
+        "device": policy.device.type,
+        "lora": lora,
+        "trust_remote_code": type(policy.model).__module__.startswith("transformers_modules"),
+    }
+
+
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
 
 
-def _fork_server(given: Mapping[str, Any], threads: int, folder: PoolFolder, start_s: float) -> ForkServer:
-    """In-process engines on a CPU are loaded once, before the fork, and then share the memory of the base weights."""
-    is_shared = given["engine"] == "inprocess" and given["model"]["device"] == "cpu"
-    one_thread = {"TOKENIZERS_PARALLELISM": "false"} | ({"OMP_NUM_THREADS": "1"} if is_shared else {})
-    return ForkServer(
-        "podium.server.worker:PoolWorker",
-        {"given": given, "threads": threads, "root": str(folder.weights)},
-        is_shared=is_shared,
-        start_s=start_s,
-        environment=one_thread,  # a process without other threads forks safely
-        leftovers=[folder.path],
-    )
-
-
 async def _started(server: ForkServer) -> None:
-    """Before the first worker is needed, which reports the problem if there is one."""
+    """Starts it early. An error comes again when the first worker is started."""
     with suppress(StartError):
         await server.start()

@@ -1,7 +1,7 @@
-"""vLLM in this process: the base model is loaded once and stays warm, new weights reach it in memory.
+"""vLLM in this process: it loads the base model once, and new weights reach it in memory.
 
-In: single requests, any number at the same time; they share vLLM's steps. Out: one answer per request. Under LoRA every
-request carries the adapter of the policy version that it began with (id = version + 1; the base stays untouched); full
+In: single requests, any number at the same time; they share vLLM's steps. Out: one answer per request. Under LoRA a
+request keeps the adapter of the policy version that it began with (id = version + 1; the base does not change). Full
 weights go through vLLM's own reload, from the trainer's tensors. Logprobs are of the distribution really sampled from.
 """
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -28,7 +28,7 @@ from podium.model.device_thread import on_device_thread
 from podium.model.evidence import Held
 from podium.model.handoff import in_saved_format, publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
-from podium.records import Answer, EngineTraits, FinishReason, Request, Sampling
+from podium.records import Answer, EngineTraits, Request, Sampling
 from podium.stages import OnTokens
 
 ENVIRONMENT = {
@@ -39,21 +39,17 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
 MEMORY_SHARE = 0.4
 ON_CPU = {"enable_chunked_prefill": False}
-"""vLLM takes a draw back when a prompt is cut in parts, which torch's CPU generators cannot do."""
-
+"""vLLM takes a draw back when it cuts a prompt in parts, which torch's CPU generators cannot do."""
 ADAPTERS_IN_A_STEP, ADAPTERS_IN_MEMORY = 2, 8
 """The second is of the host's memory: a rollout that outlives its adapter's folder still has its adapter."""
-
 SLEEP_LEVEL = 1
-"""Weights wait in the host's memory. Level 2 forgets them, and with them buffers that no push carries."""
+"""Weights wait in the host's memory. Level 2 drops them, with buffers that no push contains."""
 
 
 class VllmLocal:
-    """`snapshot` matters to `sleep` alone: vLLM always has weights of its own."""
+    """`snapshot` is only checked against `sleep`: vLLM always has weights of its own."""
 
     traits = EngineTraits(
         channels=("shared", "adapter", "disk"),
@@ -123,19 +119,23 @@ class VllmLocal:
         await self.wake()
         parameters = _parameters(request.sampling, request.seed, on_tokens is not None)
         output, versions = await self._steps.output(request.token_ids, parameters, on_tokens)
-        ids, logprobs, finish_reason = rollout_of(output.outputs[0])
-        return Answer(tuple(ids), tuple(logprobs), finish_reason, versions)
+        return _answer_of(output.outputs[0], versions)
 
     def release(self, name: str) -> None:
-        """Nothing to free: vLLM's prefix cache knows its tokens and makes room by itself."""
+        """Nothing to free: vLLM's prefix cache makes room by itself."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         await self.wake()
-        output, _ = await self._steps.output(token_ids, _scoring_parameters())
-        return aligned_logprobs(token_ids, output.prompt_logprobs)
+        parameters = _vllm_parameters(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        output, _ = await self._steps.output(token_ids, parameters)
+        found = output.prompt_logprobs
+        if found is None or len(found) != len(token_ids) or found[0] is not None:
+            num = None if found is None else len(found)
+            raise EngineError(f"vLLM returned {num} logprobs for {len(token_ids)} tokens")
+        return [float(each[i].logprob) for i, each in zip(token_ids[1:], found[1:], strict=True)]
 
     async def held(self) -> Held | None:
-        """What its workers sample with; None for full weights that are cut among GPUs."""
+        """What its workers sample with; None for full weights that are split among GPUs."""
         await self.wake()
         return await on_device_thread(self._held)
 
@@ -148,13 +148,13 @@ class VllmLocal:
         return None if self.tensor_parallel > 1 else held_full(self._engine, shapes, self.policy_version or 0)
 
     async def _try_adapters(self) -> None:
-        """Once, before the first adapter: vLLM applies adapters on every layer."""
+        """Checks once, before the first adapter, that vLLM applies adapters on every layer."""
         if self._policy.peft is None or self._is_tried:
             return
         self._is_tried = True
         if any(isinstance(each, DTensor) or hasattr(each, "ds_shape") for each in self._policy.model.parameters()):
             warnings.warn(
-                "vLLM is not tried out with trial adapters, since the trainer's ranks share the base model; each push "
+                "vLLM is not tested with trial adapters, because the trainer's ranks share the base model; each push "
                 "is still compared with what vLLM's workers hold",
                 stacklevel=2,
             )
@@ -185,11 +185,11 @@ class VllmLocal:
         self.policy_version = version
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory; nothing happens while rollouts are under way."""
+        """Frees the GPU's memory, unless rollouts are under way."""
         await on_device_thread(self._sleep)
 
     async def wake(self) -> None:
-        """Takes the memory back; whatever needs it calls this first."""
+        """Takes the memory back. Every method that needs the memory calls this first."""
         if self._asleep:
             await on_device_thread(self._wake)
 
@@ -200,7 +200,7 @@ class VllmLocal:
         )
 
     async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
-        """Takes the weights that the trainer is sending now, between two steps."""
+        """Takes the weights that the trainer sends at the same time, between two steps."""
         await self.wake()
         await on_device_thread(self._receive, update_info, version)
         self.policy_version = version
@@ -222,7 +222,8 @@ class VllmLocal:
             self._asleep = False
 
     def _reload(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        weights = in_saved_format(self._policy.model, _detached(weights))
+        detached = ((name, tensor.detach()) for name, tensor in weights)
+        weights = in_saved_format(self._policy.model, detached)
         if self.tensor_parallel > 1:  # its workers are processes of their own and read a folder
             folder = publish(self._folder, self._policy, weights, version)
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
@@ -256,43 +257,37 @@ class VllmLocal:
             raise
 
     def _attach(self, folder: Path, version: int, own_folder: bool) -> None:
-        """New requests carry this adapter; on an error they go on with the one before."""
+        """New requests use this adapter; after an error they go on with the one before."""
         from vllm.lora.request import LoRARequest
 
         self._loads += 1
-        # In place: a version that comes a second time brings weights of its own.
+        # In place: a version that is pushed a second time has other weights.
         adapter = LoRARequest(folder.name, version + 1, str(folder), load_inplace=True)
+        problem = f"vLLM did not take the adapter of policy version {version}"
         try:
-            taken = self._engine.add_lora(adapter)
+            is_taken = self._engine.add_lora(adapter)
         except Exception as error:
-            raise EngineError(f"vLLM did not take the adapter of policy version {version}: {error}") from error
-        if not taken:
-            raise EngineError(f"vLLM did not take the adapter of policy version {version}")
+            raise EngineError(f"{problem}: {error}") from error
+        if not is_taken:
+            raise EngineError(problem)
         served = LoRARequest(folder.name, version + 1, str(folder))
         self._steps.serve(Served(version, f"{version}/{self._loads}", served, own_folder))
 
 
-def rollout_of(output: Any) -> tuple[list[int], list[float], FinishReason]:
-    """Ids, their logprobs and why it ended; anything but one logprob an id and an end of ours is an error."""
-    ids = list(output.token_ids)
+def _answer_of(output: Any, versions: tuple[int, int]) -> Answer:
+    ids = tuple(output.token_ids)
     if output.logprobs is None or len(output.logprobs) != len(ids):
         raise EngineError(f"vLLM returned {len(ids)} ids and {len(output.logprobs or ())} logprobs for a rollout")
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a rollout with {output.finish_reason!r}")
-    return ids, [float(each[i].logprob) for i, each in zip(ids, output.logprobs, strict=True)], output.finish_reason
-
-
-def aligned_logprobs(token_ids: Sequence[int], found: Any) -> list[float]:
-    """vLLM's N logprobs with a leading None to N − 1 of them; any other shape is an error."""
-    if found is None or len(found) != len(token_ids) or found[0] is not None:
-        raise EngineError(f"vLLM returned {None if found is None else len(found)} logprobs for {len(token_ids)} tokens")
-    return [float(each[i].logprob) for i, each in zip(token_ids[1:], found[1:], strict=True)]
+    logprobs = tuple(float(each[i].logprob) for i, each in zip(ids, output.logprobs, strict=True))
+    return Answer(ids, logprobs, output.finish_reason, versions)
 
 
 def _check_device(
     policy: Policy, snapshot: bool, memory_share: float | None, tensor_parallel: int, sleep: bool
 ) -> None:
-    """Options that this machine or this schedule cannot honour."""
+    """Refuses options that this machine or this schedule does not allow."""
     on_cpu = policy.device.type == "cpu"
     if memory_share is not None and on_cpu:
         raise InputError("engine.memory_share has no effect on a CPU; set VLLM_CPU_KVCACHE_SPACE (in GiB) instead")
@@ -308,12 +303,8 @@ def _check_device(
         )
 
 
-def _detached(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor.detach()) for name, tensor in weights)
-
-
 def _pack_again(model: Any) -> None:
-    """What vLLM multiplies by on a CPU is packed, and its reload forgets two kinds: a tied head and experts."""
+    """On a CPU vLLM multiplies by packed weights, and its reload does not pack two kinds: a tied head and experts."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
@@ -324,53 +315,35 @@ def _pack_again(model: Any) -> None:
 
 
 def _parameters(sampling: Sampling, seed: int, has_listener: bool) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
+    return _vllm_parameters(
+        has_listener,
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p or 1.0,
         seed=seed,
         stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # the run says which ids end an answer
+        ignore_eos=True,  # `stop_ids` alone end an answer
         logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE if has_listener else RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _scoring_parameters() -> Any:
+def _vllm_parameters(has_listener: bool = False, **options: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    kind = RequestOutputKind.CUMULATIVE if has_listener else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(detokenize=False, output_kind=kind, **options)
 
 
 def listed_rank(rank: int) -> int:
-    """The smallest of the ranks that vLLM has kernels for, from 8 on, that holds this one."""
+    """The smallest sufficient rank, from 8 on, for which vLLM has kernels."""
     from vllm.config.lora import MaxLoRARanks
 
     listed = sorted(each for each in get_args(MaxLoRARanks) if each >= 8)
     if rank > listed[-1]:
         raise InputError(f"model.lora.r = {rank}: vLLM takes adapters up to rank {listed[-1]}; give a smaller one")
     return next(each for each in listed if each >= rank)
-
-
-def _refuse_experts(policy: Policy) -> None:
-    """With LoRA vLLM chooses its Triton kernel for experts, on a CPU too, where there is no Triton."""
-    if policy.device.type == "cpu" and any(".experts." in name for name, _ in policy.model.named_parameters()):
-        raise InputError(
-            "engine.name = 'vllm_local' on a CPU cannot compute a mixture of experts with LoRA: vLLM's kernel for it "
-            "needs a GPU; use engine.name = 'inprocess', or model.lora = false"
-        )
 
 
 def _start(policy: Policy, options: dict[str, Any]) -> Any:
@@ -382,7 +355,12 @@ def _start(policy: Policy, options: dict[str, Any]) -> Any:
         raise InputError(f"engine.name = 'vllm_local': vLLM cannot be imported ({error}); pip install vllm") from None
     lora: dict[str, Any] = {}
     if policy.peft is not None:
-        _refuse_experts(policy)
+        # With LoRA vLLM uses its Triton kernel for experts, on a CPU too, where there is no Triton.
+        if policy.device.type == "cpu" and any(".experts." in name for name, _ in policy.model.named_parameters()):
+            raise InputError(
+                "engine.name = 'vllm_local' on a CPU cannot compute a mixture of experts with LoRA: vLLM's kernel for "
+                "it needs a GPU; use engine.name = 'inprocess', or model.lora = false"
+            )
         rank = listed_rank(policy.peft.peft_config["default"].r)
         adapted = sorted({name.split(".")[-2] for name, _ in policy.named_weights()})
         if "lm_head" in adapted:

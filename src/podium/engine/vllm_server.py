@@ -1,26 +1,29 @@
 """An engine behind HTTP: `podium serve` on this machine or another, over vLLM or over the in-process engine.
 
 In: single requests; those of one turn of the event loop travel in one HTTP call. Out: one answer per request. Weights
-reach the server through a folder that both see. The server lives on after the run, so the run claims it before it
-pushes and releases it at its end. Every answer says whose weights wrote it; an answer by the weights of another run or
-of a restarted server is an error.
+reach the server through a folder that both can read. The server outlives the run, so the run claims the server before
+it pushes and releases it at its end. Every answer names the run that owns the weights; an answer by the weights of
+another run or of a restarted server is an error.
 """
 
 import asyncio
+import json
 import math
+import os
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import torch
 from pydantic import Field
 
 from podium.engine.decoding.queue import check_room
-from podium.engine.vllm.connection import Connection, token_of
-from podium.errors import CodecError, EngineError, InputError, PodiumError, WeightsError
+from podium.errors import BusyError, CodecError, EngineError, InputError, PodiumError, WeightsError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
 from podium.model.handoff import publish, read_manifest, remove_published
@@ -31,14 +34,18 @@ from podium.remote.rollouts import Batching, Rollouts, Written
 from podium.stages import OnTokens
 
 CALL_TOKENS = 200_000
-"""Prompt tokens of one HTTP call; a server takes about three times as many."""
+"""Prompt tokens of one HTTP call; a server accepts about three times as many."""
 CALL_REQUESTS = 1_024
-"""Of one HTTP call; a server takes a few more (server/door.py)."""
+"""Of one HTTP call; a server accepts a few more (server/door.py)."""
+RETRIES = 2
+BACKOFF_S = 0.2
+PING_S = 30.0
+CONNECT_FAILURES = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class VllmServer:
-    """`snapshot` is of no concern here: a server always has weights of its own. `in_flight`: the server takes new
-    weights in the middle of answers."""
+    """`snapshot` has no effect: a server always has weights of its own. `in_flight`: the server takes new weights in
+    the middle of answers."""
 
     traits = EngineTraits(channels=("adapter", "disk", "nccl"), outlives_run=True, shows_weights=True)
 
@@ -60,34 +67,26 @@ class VllmServer:
         self._run: str | None = None
         self._connection = Connection(url, token_of(token_file, token_env), timeout_s, silence_s, concurrency)
         info = self._connection.ask("GET", "/info")
-        self._shake_hands(info)
-        root = Path(info["weights_root"])
-        self.traits = replace(
-            type(self).traits,
-            dtype=info["dtype"],
-            weights_root=root,
-            max_context_tokens=info["max_context_tokens"],
-            transfer_ranks=info["transfer_ranks"],
-        )
-        self._weights_root = root
-        self._batching, self._name = Batching(self._ask, call_sizes), secrets.token_hex(8)
-
-    def _shake_hands(self, info: Any) -> None:
-        """Another tokenizer would mean other words by the same ids."""
-        own = {"vocabulary": self._policy.vocabulary, "tokenizer": tokenizer_fingerprint(self._policy.tokenizer)}
         try:
             theirs = {"model's size": info["vocabulary"], **info["tokenizer"]}
-            if not all((info["dtype"], info["max_context_tokens"], info["weights_root"], "transfer_ranks" in info)):
-                raise KeyError
+            self._weights_root = Path(info["weights_root"])
+            self.traits = replace(
+                type(self).traits,
+                dtype=info["dtype"],
+                weights_root=self._weights_root,
+                max_context_tokens=info["max_context_tokens"],
+                transfer_ranks=info["transfer_ranks"],
+            )
         except (KeyError, TypeError):
-            raise EngineError(f"engine {self._connection.url} is no `podium serve`") from None
-        ours = {"model's size": own["vocabulary"], **own["tokenizer"]}
-        different = [name for name in ours if ours[name] != theirs.get(name)]
-        if different:
+            raise EngineError(f"engine {url} is no `podium serve`") from None
+        # With another tokenizer the same ids would mean other words.
+        ours = {"model's size": policy.vocabulary, **tokenizer_fingerprint(policy.tokenizer)}
+        if different := [name for name in ours if ours[name] != theirs.get(name)]:
             raise InputError(
-                f"engine {self._connection.url} serves another model than model.name: they differ in "
+                f"engine {url} serves another model than model.name: they differ in "
                 f"{', '.join(different).replace('_', ' ')}; serve the model that is trained"
             )
+        self._batching, self._name = Batching(self._ask, calls_of), secrets.token_hex(8)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
         check_room(request, self.traits.max_context_tokens or self._policy.max_context_tokens)
@@ -107,12 +106,12 @@ class VllmServer:
         found = await self._connection.post("/score", {"token_ids": list(token_ids), "run": self._run})
         logprobs: Any = found.get("logprobs") if isinstance(found, dict) else None
         if not _are_numbers(logprobs) or len(logprobs) != len(token_ids) - 1:
-            raise EngineError(f"engine {self._connection.url} sent no logprob a token for a score")
+            raise EngineError(f"engine {self._connection.url} did not send one logprob per token for a score")
         self._check_version(found, "scored by")
         return logprobs
 
     async def held(self) -> Held | None:
-        """Checksums of what the server's engine samples with; None where that engine cannot show it."""
+        """Checksums of the weights that the server's engine samples with; None if the engine cannot show them."""
         found = await self._connection.post("/held", {"run": self._run})
         try:
             held = from_plain(Held | None, found["held"])
@@ -122,7 +121,7 @@ class VllmServer:
         return held
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Through a folder of its own, gone afterwards."""
+        """Through a folder of its own, which is removed afterwards."""
         folder = await asyncio.to_thread(publish, self._weights_root, self._policy, weights, version)
         try:
             await self.load_folder(folder, version)
@@ -151,16 +150,20 @@ class VllmServer:
         self.policy_version = version
 
     async def claim(self, run_id: str, scope: str) -> None:
-        """The engine is this run's from now on; one that is another's, or of another scope, is refused."""
+        """Makes the engine this run's; an error if another run has it, or a claim has another scope."""
         await self._connection.post("/claim", {"run": run_id, "scope": scope})
         self._run = run_id
 
+    async def ping(self) -> None:
+        """Returns when the server's event loop answers. A pool calls it."""
+        await self._connection.ping()
+
     async def disconnect(self) -> None:
-        """Closes the connections of this event loop. A pool calls it for each of its engines."""
+        """Closes the connections of this event loop. A pool calls it."""
         await self._connection.close()
 
     def close(self) -> None:
-        """Releases the engine; one that cannot be told finds out by itself."""
+        """Releases the engine. A server that cannot be reached ends the claim after some time."""
         if self._run is not None:
             with suppress(PodiumError):
                 self._connection.ask("POST", "/release", {"run": self._run}, timeout_s=10.0)
@@ -176,7 +179,7 @@ class VllmServer:
             raise EngineError(f"engine {self._connection.url} left out {len(missing)} of {len(requests)} answers")
 
     def _answer(self, line: Any, requests: Sequence[Request], missing: set[int]) -> tuple[int, Answer]:
-        """A line that is not what was asked for is the engine's failure."""
+        """An error if the line is not a valid answer to one of the requests."""
         url = self._connection.url
         if isinstance(line, dict) and "error" in line:
             raise EngineError(f"engine {url}: {str(line['error'])[:500]}")
@@ -190,7 +193,7 @@ class VllmServer:
             raise EngineError(f"engine {url}: {label} has wrong counts of ids or logprobs")
         if not all(map(math.isfinite, answer.logprobs)) or answer.finish_reason not in ("stop", "length"):
             raise EngineError(f"engine {url}: {label} has logprobs that are no numbers or no known end")
-        vocabulary = self._policy.vocabulary  # asked once: it is looked up in the model each time
+        vocabulary = self._policy.vocabulary  # a look-up in the model
         if not all(0 <= i < vocabulary for i in answer.token_ids):
             raise EngineError(f"engine {url}: {label} has an id outside the vocabulary")
         self._check_owner(written.run)
@@ -210,22 +213,183 @@ class VllmServer:
             raise EngineError(f"engine {self._connection.url} holds the weights of {owner}, not of {self._run!r}")
 
 
-def call_sizes(requests: Sequence[Request]) -> Iterator[int]:
-    """How many requests go into each HTTP call, so that a server takes it. A prompt travels once per call."""
-    size = tokens = 0
+def calls_of(requests: Sequence[Request]) -> Iterator[range]:
+    """Which requests go into each HTTP call, so that a server accepts it. A prompt travels once per call."""
+    first = tokens = 0
     prompts: set[tuple[int, ...]] = set()
-    for request in requests:
+    for place, request in enumerate(requests):
         more = 0 if request.token_ids in prompts else len(request.token_ids)
-        if size and (tokens + more > CALL_TOKENS or size == CALL_REQUESTS):
-            yield size
-            size, tokens, more, prompts = 0, 0, len(request.token_ids), set()
-        size, tokens = size + 1, tokens + more
+        if place > first and (tokens + more > CALL_TOKENS or place - first == CALL_REQUESTS):
+            yield range(first, place)
+            first, tokens, more, prompts = place, 0, len(request.token_ids), set()
+        tokens += more
         prompts.add(request.token_ids)
-    if size:
-        yield size
+    if requests:
+        yield range(first, len(requests))
 
 
 def _are_numbers(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(
         isinstance(value, (int, float)) and math.isfinite(value) for value in values
     )
+
+
+class Connection:
+    """HTTP to one server, by a port or a unix socket; every wait has a deadline. `timeout_s` limits a whole call,
+    `silence_s` the time without a byte while answers are streamed."""
+
+    def __init__(self, url: str, token: str | None, timeout_s: float, silence_s: float, calls: int) -> None:
+        if not url.startswith(("http://", "https://", "unix:")):
+            raise InputError(f"engine.url = {url!r}: give http://host:port, https://host:port or unix:/path/of/socket")
+        self.url, self._token = url, token
+        self._timeout_s, self._silence_s, self._calls = timeout_s, silence_s, calls
+        self._client: tuple[Any, httpx.AsyncClient] | None = None
+        """With its event loop: connections cannot go from one loop to another."""
+
+    def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
+        """One call without an event loop."""
+        transport = httpx.HTTPTransport(uds=self._socket)
+        with httpx.Client(transport=transport, **self._options(timeout_s)) as client:
+            for attempt in range(RETRIES + 1):
+                try:
+                    self._knock()
+                    return self._checked(client.request(method, path, json=body))
+                except httpx.HTTPError as error:
+                    if attempt == RETRIES or not isinstance(error, CONNECT_FAILURES):
+                        raise self._broken(error) from None
+        raise AssertionError("unreachable")
+
+    def _knock(self) -> None:
+        """An error if no server listens on the unix socket; httpx would leave its end of the socket open."""
+        if self._socket is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(10.0)
+            try:
+                probe.connect(self._socket)
+            except OSError as error:
+                raise httpx.ConnectError(error.strerror or str(error)) from None
+
+    async def post(self, path: str, body: Any, retries: int = RETRIES) -> Any:
+        """One call. With `retries` it may be made several times, which must have the same effect."""
+        for attempt in range(retries + 1):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    response = await self._open().post(path, json=body)
+                if response.status_code != 503 or attempt == retries:
+                    return self._checked(response)
+            except (httpx.HTTPError, TimeoutError) as error:
+                if attempt == retries or isinstance(error, TimeoutError):
+                    raise self._broken(error) from None
+            await asyncio.sleep(BACKOFF_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
+        """The lines of an answer. A call that the server did not accept is repeated; one that broke off is an error."""
+        for attempt in range(RETRIES + 1):
+            has_begun = False
+            try:
+                async with asyncio.timeout(self._timeout_s), self._call(path, body) as response:
+                    if response.status_code == 503 and attempt < RETRIES:
+                        raise httpx.ConnectError("busy")
+                    if response.status_code != 200:
+                        await response.aread()
+                        self._checked(response)
+                    has_begun = True
+                    async for line in response.aiter_lines():
+                        if line:
+                            yield self._parsed(line)
+                    return
+            except (httpx.HTTPError, TimeoutError) as error:
+                if has_begun or attempt == RETRIES or not isinstance(error, CONNECT_FAILURES):
+                    raise self._broken(error) from None
+            await asyncio.sleep(BACKOFF_S * 2**attempt)
+
+    async def ping(self) -> None:
+        try:
+            response = await self._open().get("/health", timeout=PING_S)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from None
+        if response.status_code != 200:
+            raise EngineError(f"its health is {response.status_code}")
+
+    def _call(self, path: str, body: Any) -> AbstractAsyncContextManager[httpx.Response]:
+        timeout = httpx.Timeout(self._silence_s, connect=min(10.0, self._silence_s), pool=self._timeout_s)
+        return self._open().stream("POST", path, json=body, timeout=timeout)
+
+    def _open(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            # No kept connections: calls are few and long, and a server may just have closed a kept one.
+            limits = httpx.Limits(max_connections=self._calls, max_keepalive_connections=0)
+            transport = httpx.AsyncHTTPTransport(uds=self._socket, limits=limits)
+            self._client = (loop, httpx.AsyncClient(transport=transport, **self._options(self._timeout_s)))
+        return self._client[1]
+
+    async def close(self) -> None:
+        """Closes what this event loop has open; the next call opens it again."""
+        if self._client is not None and self._client[0] is asyncio.get_running_loop():
+            _, client = self._client
+            self._client = None
+            await client.aclose()
+
+    def _options(self, timeout_s: float) -> dict[str, Any]:
+        headers = {} if self._token is None else {"authorization": f"Bearer {self._token}"}
+        return {
+            "base_url": "http://engine" if self._socket else self.url,
+            "headers": headers,
+            "timeout": httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            "trust_env": False,  # never through a proxy
+        }
+
+    @property
+    def _socket(self) -> str | None:
+        return self.url.removeprefix("unix:") if self.url.startswith("unix:") else None
+
+    def _checked(self, response: httpx.Response) -> Any:
+        if response.status_code == 200:
+            return self._parsed(response.text)
+        try:
+            reason = str(response.json()["error"])[:500]
+        except (ValueError, KeyError, TypeError):
+            reason = "no reason given"
+        status, path, kind = response.status_code, response.request.url.path, EngineError
+        if status == 401:
+            raise InputError(
+                f"engine {self.url} does not accept the token; give engine.token_file or engine.token_env the token "
+                "that the server was started with"
+            )
+        if path == "/reload_weights" and status in (403, 404, 422):
+            kind = WeightsError
+        elif status == 503:
+            kind = BusyError
+        elif status in (400, 413, 415, 422) or (path == "/claim" and status == 409):
+            kind = InputError  # with 409 on other paths, the claim was lost later: an engine's error
+        raise kind(f"engine {self.url} answered {status}: {reason}")
+
+    def _parsed(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise EngineError(f"engine {self.url} did not send JSON") from None
+
+    def _broken(self, error: Exception) -> EngineError:
+        if isinstance(error, (TimeoutError, httpx.TimeoutException)):
+            return EngineError(f"engine {self.url} did not answer in time ({type(error).__name__})")
+        return EngineError(f"engine {self.url} cannot be reached or broke off: {type(error).__name__}: {error}")
+
+
+def token_of(file: Path | None, variable: str | None) -> str | None:
+    """From a file or an environment variable; the settings say only where the token is."""
+    if file is not None and variable is not None:
+        raise InputError("engine.token_file and engine.token_env both say where the token is; remove one")
+    if variable is not None:
+        if not os.environ.get(variable):
+            raise InputError("engine.token_env names no environment variable that is set; put the token into one")
+        return os.environ[variable].strip()
+    if file is None:
+        return None
+    try:
+        return file.expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        raise InputError(f"engine.token_file = {str(file)!r}: no file of ASCII text that can be read") from None

@@ -1,13 +1,13 @@
 """Any record as bytes or as JSON, and back. Nothing that arrives is ever executed.
 
 The fields of a dataclass say how it travels, so a new field is one edit. `encode` and `decode` use MessagePack: numbers
-in binary, tensors as type, shape and raw bytes. `to_json` and `from_json` use the same rules where text is needed. What
-arrives is validated against the declared types; anything else is a `CodecError` that names the field.
+in binary, tensors as type, shape and raw bytes. `to_json` and `from_json` follow the same rules as text. What arrives
+is validated against the declared types; anything else is a `CodecError` that names the field.
 
-Every field travels, and a missing or unknown field is refused: both ends run the same Podium, and a field that one end
-does not know would be dropped in silence. Computed fields travel too, so that the digests of an answer are those that
-its engine took. `Any` is plain data: what JSON gives back unchanged. NaN and infinities travel, since checks downstream
-report them, unless the field is `Finite`. A class with `to_dict` and `from_dict` travels as what these give and take.
+Every field travels, computed ones too: the digest of an answer is the one that its engine took. A missing or unknown
+field is refused, since both ends run the same Podium. `Any` stands for plain data: what JSON gives back unchanged. NaN
+and infinities travel, since later checks report them, unless the field is `Finite`. A class with `to_dict` and
+`from_dict` travels as the dict of these.
 """
 
 import base64
@@ -116,17 +116,14 @@ class _Refused(Exception):
         return ": ".join(part for part in (self.label, self.path.lstrip("."), self.reason) if part)
 
 
-class _RawTensor(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: Literal[DTYPES]  # type: ignore[valid-type]
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    data: tuple[memoryview, ...]
+def _tensor_struct(piece: type) -> Any:
+    shape = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    named: list[Any] = [("dtype", Literal[DTYPES]), ("shape", shape), ("data", tuple[piece, ...])]  # type: ignore[valid-type]
+    return msgspec.defstruct("Tensor", named, forbid_unknown_fields=True)
 
 
-class _TextTensor(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: Literal[DTYPES]  # type: ignore[valid-type]
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    data: tuple[bytes, ...]
-    """Base64."""
+_RAW_TENSOR, _TEXT_TENSOR = _tensor_struct(memoryview), _tensor_struct(bytes)
+"""In binary, and in JSON, where msgspec reads bytes as base64."""
 
 
 class _Torch:
@@ -270,17 +267,12 @@ def _mapping(key: Any, value: Any, is_text: bool) -> _Form:
     """JSON has no keys but texts, so any others stand there in pairs with their values."""
     if value is Any:
         return _Form(dict[key, Any], lambda given: _plain(dict(given)))
-    if is_text and key is not str:
-        pairs = _form(tuple[tuple[key, value], ...], True)
-        unpack = dict if pairs.unpack is None else lambda wire: dict(pairs.unpack(wire))  # type: ignore[misc]
-        return _Form(pairs.wire, lambda given: [[k, _as(given[k], value)] for k in given], unpack)
     item = _form(value, is_text)
+    if is_text and key is not str:
+        pairs, pack = _form(tuple[tuple[key, value], ...], True), item.pack or (lambda value: value)
+        unpack = dict if pairs.unpack is None else lambda wire: dict(pairs.unpack(wire))  # type: ignore[misc]
+        return _Form(pairs.wire, lambda given: [[k, pack(given[k])] for k in given], unpack)
     return _Form(dict[key, item.wire], _of_values(item.pack), _of_values(item.unpack))
-
-
-def _as(value: Any, kind: Any) -> Any:
-    pack = _form(kind, True).pack
-    return value if pack is None else pack(value)
 
 
 def _of_values(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
@@ -338,9 +330,11 @@ def _finite(value: float) -> float:
 
 
 def _tensor(is_text: bool) -> _Form:
-    if is_text:
-        return _Form(_TextTensor, lambda tensor: _raw(tensor) | {"data": _in_base64(tensor)}, _from_raw)
-    return _Form(_RawTensor, _raw, _from_raw)
+    def as_text(tensor: Any) -> dict[str, Any]:
+        raw = _raw(tensor)
+        return raw | {"data": [base64.b64encode(piece).decode() for piece in raw["data"]]}
+
+    return _Form(_TEXT_TENSOR, as_text, _from_raw) if is_text else _Form(_RAW_TENSOR, _raw, _from_raw)
 
 
 def _raw(tensor: Any) -> dict[str, Any]:
@@ -351,10 +345,6 @@ def _raw(tensor: Any) -> dict[str, Any]:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     pieces = [flat[start : start + PIECE_BYTES] for start in range(0, len(flat), PIECE_BYTES)]
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": pieces}
-
-
-def _in_base64(tensor: Any) -> list[str]:
-    return [base64.b64encode(piece).decode() for piece in _raw(tensor)["data"]]
 
 
 def _from_raw(raw: Any) -> Any:

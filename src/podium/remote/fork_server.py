@@ -8,40 +8,39 @@ The object is what `recipe` ("module:function") returns for `arguments`. If it i
 first fork: a child starts in milliseconds and shares its memory. Otherwise each child makes its own, which is necessary
 where the object uses CUDA: a process must not be forked after CUDA was initialised.
 
-The death of a child is noticed at once. A child is killed whole: its process group, and what escaped from that. When
-the driver is gone, however it went, the server kills all children and removes the driver's `leftovers`.
+The death of a child is noticed at once. A child is killed with its process group and what escaped from that. When the
+driver is gone, for whatever reason, the server kills all children and removes the driver's `leftovers`.
 """
 
 import asyncio
+import codecs
 import json
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from podium.remote.fork_server_process import CHUNK, DONE, FAILED, LENGTH, Limits
 from podium.remote.loop_thread import LoopThread
-from podium.remote.processes import Limits, how_it_ended
+from podium.terminal import printable
 
 T = TypeVar("T")
 
 ANSWER_S = 20.0
 """For a fork or a burial."""
 CLOSE_S = 10.0
-LENGTH = struct.Struct("<I")
-"""Precedes every message between driver and child."""
-DONE, FAILED = b"=", b"!"
-"""First byte of a child's reply."""
+FLUSH_S = 2.0
+"""For the last prints of children."""
 MAX_REPLY = (1 << 32) - 1
-CHUNK = 1 << 16
 BOOT = """
 import json, os, sys
 given = json.load(sys.stdin)
@@ -53,7 +52,7 @@ main(given)
 
 
 class RemoteError(Exception):
-    """What may go wrong with a process, other than taking too long."""
+    """A failure of a process, other than a TimeoutError."""
 
 
 class StartError(RemoteError):
@@ -61,7 +60,7 @@ class StartError(RemoteError):
 
 
 class ForkError(RemoteError):
-    """There is no room for one more child, or the server died."""
+    """The system allows no further child, or the server died."""
 
 
 class CallError(RemoteError):
@@ -69,11 +68,11 @@ class CallError(RemoteError):
 
 
 class GarbledError(RemoteError):
-    """A child sent what is no reply."""
+    """A child sent something that is not a reply."""
 
 
 class DiedError(RemoteError):
-    """The child died. The message says how; `status` is its exit status, or None if that is not known."""
+    """The child died. The message says how; `status` is its exit status, or None if it is unknown."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(how_it_ended(status))
@@ -129,7 +128,7 @@ class ForkServer:
             server, pid = await asyncio.shield(self._request_child(theirs, environment or {}))
             child = Child(self, server, pid, mine)
         except BaseException:
-            mine.close()  # a child that nobody waits for sees that and ends
+            mine.close()  # the child sees that and ends
             raise
         try:
             await child.receive(self.start_s)
@@ -139,8 +138,8 @@ class ForkServer:
         return child
 
     async def bury(self, pid: int, server: int | None) -> int | None:
-        """Kills a child whole; its exit status, negative for a signal. None if the `server` that forked it is gone, and
-        the child with it."""
+        """Kills a child and what it started. Returns its exit status, negative for a signal; None if the `server` that
+        forked it is gone, and the child with it."""
         if self._process is None or self._process.pid != server or self._process.poll() is not None:
             return None
         try:
@@ -177,14 +176,14 @@ class ForkServer:
         return self.pid, answer
 
     async def _ask(self, question: Mapping[str, Any], *descriptors: int) -> Any:
-        """Must not be cancelled half-way: the next question would read this one's answer."""
+        """Must not be cancelled before the answer: the next question would read it."""
         async with self._one_at_a_time:
             control = await self._started()
             try:
                 socket.send_fds(control, [json.dumps(question).encode()], descriptors)
                 return json.loads(await _message(control, ANSWER_S))
             except (OSError, ValueError):
-                self._kill()  # frozen or gone: the children go with it
+                self._kill()  # it is frozen or gone; its children die with it
                 raise ForkError("the process that forks them died") from None
 
     async def _started(self) -> socket.socket:
@@ -235,7 +234,7 @@ class ForkServer:
 
 
 class Child:
-    """A process that serves the object. What it sends is not trusted: it may run code that went wrong."""
+    """A process that serves the object. What it sends is not trusted, since it may run a user's code."""
 
     def __init__(self, server: ForkServer, server_pid: int | None, pid: int, end: socket.socket) -> None:
         self.pid = pid
@@ -244,7 +243,7 @@ class Child:
         self._burial: asyncio.Future[int | None] | None = None
         try:
             self._life: int | None = os.pidfd_open(pid)
-        except ProcessLookupError:  # it went with the server
+        except ProcessLookupError:  # it died with the server
             raise DiedError(None) from None
 
     @property
@@ -254,7 +253,7 @@ class Child:
 
     @property
     def has_sent_more(self) -> bool:
-        """Whether more has arrived than the replies that were received."""
+        """Whether bytes have arrived after the last reply."""
         return bool(self._received)
 
     async def call(self, method: str, content: bytes, limit_s: float) -> bytes:
@@ -263,8 +262,8 @@ class Child:
         return await self.receive(limit_s)
 
     async def send(self, method: str, content: bytes, limit_s: float) -> None:
-        """Calls a method of the object. TimeoutError if the child does not take the call; a dead one is noticed when
-        its reply is received."""
+        """Calls a method of the object. TimeoutError if the child does not read the call; `receive` notices a dead
+        child."""
         message = method.encode() + b"\n" + content
         try:
             async with asyncio.timeout(limit_s):
@@ -277,7 +276,7 @@ class Child:
     async def receive(self, limit_s: float, max_bytes: int = MAX_REPLY) -> bytes:
         """The next reply. TimeoutError, CallError, GarbledError, or DiedError: then the child is buried already.
 
-        What arrived before the child died counts, and so does what arrived in time while this event loop was held up.
+        Replies count that arrived before the child died, or in time while this event loop was busy.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
@@ -305,14 +304,15 @@ class Child:
         return how_it_ended(await self.bury())
 
     async def bury(self) -> int | None:
-        """Kills it whole; its exit status, negative for a signal, or None if its server is gone."""
+        """Kills it with what it started. Returns its exit status, negative for a signal, or None if its server is
+        gone."""
         if self._burial is None:
             self.kill()
             self._burial = asyncio.ensure_future(self._server.bury(self.pid, self._server_pid))
         return await asyncio.shield(self._burial)
 
     def kill(self) -> None:
-        """The process group, at once. The server keeps the number from being given away until the burial."""
+        """Kills the process group, at once. Until the burial the server keeps the number from being reused."""
         if self._life is None:
             return
         assert self.pid > 1  # 0 would be the driver's own group
@@ -339,11 +339,11 @@ class Child:
         reply = bytes(self._received[LENGTH.size : end])
         del self._received[:end]
         if reply[:1] not in (DONE, FAILED):
-            raise GarbledError("a reply of no kind")
+            raise GarbledError("a reply of an unknown kind")
         return reply
 
     async def _wait(self, limit_s: float) -> None:
-        """Until there is something to read, or the process has ended."""
+        """Returns when there is something to read, or the process has ended."""
         if self._life is None:
             raise DiedError(await self.bury())
         if not await _readable([self._socket.fileno(), self._life], limit_s):
@@ -382,8 +382,7 @@ class BlockingChild:
 
 
 async def _readable(descriptors: Sequence[int], limit_s: float | None) -> bool:
-    """Whether one of them can be read before the time is up. After a hold-up of the event loop both may be true at the
-    same moment; then it can be read."""
+    """Whether one of them becomes readable in time. If the event loop was busy and both happened, it is readable."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     for descriptor in descriptors:
@@ -397,7 +396,49 @@ async def _readable(descriptors: Sequence[int], limit_s: float | None) -> bool:
 
 
 async def _message(control: socket.socket, limit_s: float) -> bytes:
-    """The next one from the server; empty if that is gone."""
+    """The server's next message; empty if the server is gone."""
     if not await _readable([control.fileno()], limit_s):
         raise TimeoutError
     return control.recv(CHUNK)
+
+
+def how_it_ended(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "its process died"
+    if status >= 0:
+        return f"its process exited with code {status}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"its process was killed by {names.get(-status, f'signal {-status}')}"
+
+
+class Relay:
+    """Writes to the standard error what children print to `descriptor`, as text that a terminal can show.
+
+    Children that run a user's code do not write to it themselves: it may be a terminal, which obeys control
+    characters, or a file that is larger than they may write.
+    """
+
+    def __init__(self) -> None:
+        self._readable, self.descriptor = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="prints of rewards", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Call it when the writers have ended; one that escaped may hold the descriptor open."""
+        os.close(self.descriptor)
+        self._thread.join(timeout=FLUSH_S)
+
+    def _run(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        with open(self._readable, "rb", buffering=0) as prints:
+            while data := prints.read(1 << 16):
+                _write(printable(decoder.decode(data)))
+
+
+def _write(text: str) -> None:
+    """A full disk loses prints, and nothing else."""
+    data = text.encode("utf-8", "backslashreplace")
+    with suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]

@@ -1,61 +1,72 @@
 """The process behind a ForkServer, and its children.
 
-The server makes the object, if that is shared, then forks children and buries them until the driver closes its end or
-is gone. Each child leads a session of its own and dies with the server; what it leaves behind (a daemon in a session of
-its own) falls to the server, which kills it. A child calls the methods of the object: `method(content, reply)` gets
-bytes and replies with bytes, as often as the driver expects.
+The server makes the object, if it is shared, then forks children and buries them until the driver closes its end or is
+gone. Each child leads a session of its own and dies with the server. What a child leaves behind (a daemon in a session
+of its own) becomes the server's child, and the server kills it. A child calls the methods of the object:
+`method(content, reply)` gets bytes and replies with bytes, as often as the driver expects.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.remote.fork_server import DONE, FAILED, LENGTH
-from podium.remote.processes import (
-    Limits,
-    adopt_orphans,
-    bury,
-    die_with_parent,
-    kill_strays,
-    limit_resources,
-    num_tasks_of_user,
-    outlive_parent,
-)
-
+LENGTH = struct.Struct("<I")
+"""Precedes every message between driver and child."""
+DONE, FAILED = b"=", b"!"
+"""First byte of a child's reply."""
 CHUNK = 1 << 16
 DYING_S = 3.0
 MAX_MESSAGE = 1000
 """Characters of an exception that are passed on."""
+MAX_GENERATIONS = 100
+"""How far the children of children are followed."""
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
-Reply = Callable[[bytes], None]
-"""Sends one reply to the driver."""
+
+@dataclass(frozen=True)
+class Limits:
+    """What one child may use; the kernel enforces it."""
+
+    memory_mb: int
+    """Address space, in addition to what the process has when the limit is set."""
+    file_bytes: int
+    """Size of a file that it writes."""
+    open_files: int
+    more_tasks: int
+    """Processes and threads that the user may have in addition to those at the start; the kernel exempts root."""
 
 
 def main(given: Mapping[str, Any]) -> None:
     server = Server(given)
     signal.signal(signal.SIGTERM, server.end)
-    # Making the object may take for ever. SIGTERM lets the server remove what the driver left; SIGKILL is surer.
+    # Making the object may take forever. SIGTERM lets the server remove what the driver left; SIGKILL is surer.
     die_with_parent(os.getppid(), by=signal.SIGTERM if given["leftovers"] else signal.SIGKILL)
     if os.getppid() != given["driver"]:
         server.end()
-    adopt_orphans()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans among its descendants become its children instead of init's
     try:
         server.prepare()
     except BaseException as error:  # whatever user code raises while it is imported
         server.answer(_described(error))
         return
-    outlive_parent()  # that would end with the thread that started this process; from now on the server looks itself
+    _prctl(PR_SET_PDEATHSIG, 0)  # it is about the thread that started this process; from now on the server looks itself
     server.answer(None)
     server.serve()
 
@@ -71,14 +82,14 @@ class Server:
         self._max_tasks = num_tasks_of_user() + self._limits.more_tasks if self._limits else 0
         self._children: set[int] = set()
         self._is_closed = False
-        """By the driver, which lives and removes what it leaves by itself."""
+        """By the driver, which then removes its files itself."""
         self._make = self._make_object
 
     def prepare(self) -> None:
         if self._given["is_shared"]:
             made = self._make_object()
             self._make = lambda: made
-            gc.freeze()  # or every child's collector would copy the pages it looks at
+            gc.freeze()  # the collector of a child would copy every page that it visits
 
     def answer(self, answer: Any) -> None:
         self._control.send(json.dumps(answer).encode())
@@ -111,7 +122,7 @@ class Server:
         os._exit(0)
 
     def _is_alone(self) -> bool:
-        """Whether the driver is gone. Its sockets close, and its threads end, a moment before it does."""
+        """Whether the driver is gone. Its sockets close and its threads end a moment before the process does."""
         deadline = time.monotonic() + DYING_S
         while os.getppid() == self._driver and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -226,3 +237,91 @@ def serve(connection: Connection, make: Callable[[], Any]) -> None:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+
+
+# ---- what only the Linux kernel can promise
+
+
+def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
+    """This process gets the signal as soon as the thread that started it ends, for whatever reason."""
+    _prctl(PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def children() -> list[int]:
+    """Processes whose parent this one is."""
+    me = os.getpid()
+    with open(f"/proc/{me}/task/{me}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def bury(worker: int, others: Collection[int]) -> int:
+    """Kills a child's process group and what escaped from it. Returns its exit status, negative for a signal.
+
+    A dead child stays a zombie until now, so no other process can have its number. `others` are the children that stay.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)  # it may not lead a group yet
+    _, status = os.waitpid(worker, 0)
+    kill_strays(others)
+    return os.waitstatus_to_exitcode(status)
+
+
+def kill_strays(others: Collection[int]) -> None:
+    """Kills processes that left their worker's group: they became this one's children when their parents died."""
+    for _ in range(MAX_GENERATIONS):
+        strays = [child for child in children() if child not in others]
+        for stray in strays:
+            with suppress(ProcessLookupError):
+                os.kill(stray, signal.SIGKILL)
+            os.waitpid(stray, 0)  # its own children are this process's from now on
+        if not strays:
+            return
+
+
+def limit_resources(limits: Limits, max_tasks: int) -> None:
+    """Limits this process and its descendants. `max_tasks` counts all processes and threads of the user."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    most = {
+        resource.RLIMIT_AS: used + (limits.memory_mb << 20),
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_NPROC: max_tasks,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in most.items():
+        _, hard = resource.getrlimit(kind)
+        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (least, least))
+
+
+def limit_processor_time(seconds: float) -> None:
+    """From now on. The kernel ends a process that computes, even if its driver is too busy to do so; the driver ends
+    one that waits."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + seconds) + 2
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def num_tasks_of_user() -> int:
+    """Processes and threads that the kernel counts against this user."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # gone in the meantime
+            continue
+    return count
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

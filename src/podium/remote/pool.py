@@ -5,31 +5,32 @@
          └──────────── the replica's next member ◄───────┼──────────────────────────────┘
                                         send, ask_each ──┘
 
-Workers may be local processes, HTTP servers or Ray actors. What they compute is not the pool's business: a caller says
-how a worker starts, how it is prepared, and what is asked of it. A replica is one place in the pool (worker-1), filled
-by one member after the other (worker-1.1, worker-1.2). A replica whose starts fail too often in a row is given up; with
-too few replicas or members left, the pool fails.
+Workers may be local processes, HTTP servers or Ray actors. The pool does not know what they compute: its caller says
+how a worker starts, how it is prepared, and what it is asked. A replica is one place in the pool (worker-1) with one
+member after the other (worker-1.1, worker-1.2). A replica whose starts fail too often in a row is given up. With too
+few replicas or members left, the pool fails.
 
-A worker is lost by any of three signs, watched at the same time. Its process ends: noticed at once. Its event loop,
-asked several times per second, does not answer three times in a row: it is frozen. The caller's own `watch` returns.
+Work has a size. It goes to the member with the least work in flight that has room for it; work that has waited longest
+goes first. When a member is lost, its open requests end at once. A member is lost by any of three signs. Its process
+ends. Its event loop does not answer several pings in a row. The caller's own `watch` returns.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from podium.errors import BusyError, InputError, PodiumError, WorkerError
-from podium.remote.pool_members import M, Members, Worker
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
-"""When work has waited for room for so long, a member is added."""
+"""A member is added when work has waited for room for so long."""
 BACK_OFF_S, LONGEST_BACK_OFF_S = 0.5, 5.0
 REST_S = 0.5
-"""A member that is busy, or failed a request, gets no work for so long: by then the pool knows whether it is dead."""
+"""A member that is busy, or failed a request, gets no work for so long. By then the pool knows whether it is dead."""
 MAX_FAILED = 3
 """Requests in a row that a member may fail before it is replaced."""
 IDLE_S = 60.0
@@ -37,21 +38,15 @@ MISSES = 3
 """Missed answers in a row before a member counts as frozen."""
 PING_PAUSE_S = 0.5
 LATE_S = 0.5
-"""A wait that took so much longer than its limit shows that this process was late, not the member."""
+"""If a wait took so much longer than its limit, this process was late, not the member."""
 DEATH_S = 0.3
 """The requests of a dying process fail a moment before its end is known."""
 
 T = TypeVar("T")
+Launch = Callable[[str], Awaitable["Worker"]]
+"""Starts the worker of a replica, by its name."""
 OnEvent = Callable[..., None]
 """Receives what happened: `on_event("worker_lost", worker="worker-1.1", reason="…")`."""
-Details = Callable[[], Mapping[str, Any]]
-"""Fields of an event, asked for when it happens."""
-
-
-class Launch(Protocol):
-    """Starts the worker of a replica."""
-
-    async def __call__(self, name: str) -> Worker: ...
 
 
 class RetriesError(WorkerError):
@@ -69,7 +64,7 @@ class Rules:
     replicas: tuple[int, int]
     """Fewest and most replicas that the pool starts itself."""
     floor: int
-    """Members that must be in service."""
+    """Fewest members that must be in service."""
     max_restarts: int
     """Starts in a row that may fail in one replica."""
     start_s: float
@@ -83,20 +78,212 @@ class Rules:
     idle_s: float = IDLE_S
     """After which spare members are retired."""
     max_redispatches: int = 5
-    """Times that work is sent again after a member failed at it."""
+    """How often work is sent again after a member failed at it."""
     name: str = "worker"
-    """Of replicas, with a number behind it."""
+    """Of replicas, followed by a number."""
     kind: str = "workers"
-    """What members are, for people."""
+    """What members are, in messages."""
     floor_name: str = "the fewest"
-    """What people call `floor`."""
+    """The name of `floor` in messages."""
     error: type[PodiumError] = WorkerError
     """Raised when the pool fails."""
 
 
+class Worker(Protocol):
+    """What a pool asks of a process, server or actor."""
+
+    pid: int | None
+    """Of its process, if that process belongs to the run."""
+
+    async def ping(self) -> None:
+        """Returns when its event loop answers; otherwise raises or waits."""
+        ...
+
+    async def exited(self) -> str:
+        """Waits for the end of its process and says how it ended. Waits forever for a server."""
+        ...
+
+    async def end(self) -> None:
+        """Kills its process group, waits for that and closes the connections to it."""
+        ...
+
+
+class Limit:
+    """How much work a member may have in flight: a fixed size, or one that adapts.
+
+    An adaptive limit grows by one request when a request ends well while others wait. It falls by a quarter when a unit
+    of work takes twice as long as the fastest one, and by half when the member says that it is busy.
+    """
+
+    LEAST, FIRST = 8, 64
+    SLOW = 2.0
+
+    def __init__(self, size: int | None) -> None:
+        """`size` None: adaptive."""
+        self._fixed = size
+        self._adaptive = float(self.FIRST)
+        self._best_s: float | None = None
+        """Seconds per unit of the fastest request so far."""
+
+    @property
+    def size(self) -> int:
+        return self._fixed if self._fixed is not None else int(self._adaptive)
+
+    def finished(self, seconds: float, units: int, step: int, wanted: bool) -> None:
+        """A request of `units` was answered. `wanted`: other requests wait for room, so the limit grows by `step`."""
+        unit_s = seconds / max(1, units)
+        self._best_s = unit_s if self._best_s is None else min(self._best_s, unit_s)
+        if unit_s > self.SLOW * self._best_s:
+            self._adaptive = max(self.LEAST, 0.75 * self._adaptive)
+        elif wanted:
+            self._adaptive += step
+
+    def refused(self) -> None:
+        self._adaptive = max(self.LEAST, self._adaptive / 2)
+
+
+W = TypeVar("W", bound=Worker)
+
+
+@dataclass(eq=False)
+class Member(Generic[W]):
+    """A worker in the pool."""
+
+    name: str
+    worker: W
+    limit: Limit
+    num_in_flight: int = 0
+    """Size of its open requests."""
+    finished: int = 0
+    """Requests that it answered."""
+    failed: int = 0
+    """Requests in a row that it failed."""
+    idle_since: float = field(default_factory=monotonic)
+    not_before: float = 0.0
+    """Until then it gets no request."""
+    lost: str | None = None
+    """Why it is out of service for good."""
+    fault: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Set when a request finds the member broken; the pool then takes it out of service."""
+    open: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Its open requests."""
+
+    def mark_broken(self, reason: str) -> None:
+        if not self.fault.done():
+            self.fault.set_result(reason)
+
+    async def attempt(self, work: Awaitable[Any], limit_s: float) -> Any:
+        """Awaits `work`. Raises `WorkerError` as soon as the member is lost."""
+        task = asyncio.ensure_future(work)
+        self.open.add(task)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self.lost is not None and current is not None and not current.cancelling():
+                raise WorkerError(self.lost) from None
+            raise
+        except TimeoutError:
+            raise WorkerError(f"no answer within {limit_s:g} s") from None
+        finally:
+            self.open.discard(task)
+            task.cancel()
+
+
+M = TypeVar("M", bound=Member[Any])
+
+
+class Members(Generic[M]):
+    """The members in service."""
+
+    def __init__(self) -> None:
+        self._members: list[M] = []
+        self._waiting: deque[tuple[int, M | None, asyncio.Future[M]]] = deque()
+        self._failure: BaseException | None = None
+        self.waiting_since: float | None = None
+        """Since when work has been waiting for room."""
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(list(self._members))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: M) -> None:
+        self._members.append(member)
+        self._assign()
+
+    def remove(self, member: M, reason: str) -> None:
+        """Takes the member out of service for good and ends its open requests."""
+        member.lost = reason
+        if member in self._members:
+            self._members.remove(member)
+        for task in list(member.open):
+            task.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Raises `error` in all waiting and future calls of `acquire`."""
+        self._failure = error
+        while self._waiting:
+            *_, assigned = self._waiting.popleft()
+            if not assigned.done():
+                assigned.set_exception(error)
+
+    async def acquire(self, size: int, first: M | None = None) -> M:
+        """`first` if it has room for work of this size; else the member with the least work in flight, once one has
+        room."""
+        if self._failure is not None:
+            raise self._failure
+        assigned: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, first, assigned))
+        self._assign()
+        try:
+            return await assigned
+        except asyncio.CancelledError:
+            if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
+                self.release(assigned.result(), size)
+            raise
+
+    def release(self, member: M, size: int) -> None:
+        member.num_in_flight -= size
+        if member.num_in_flight == 0:
+            member.idle_since = monotonic()
+        self._assign()
+
+    def rest(self, member: M, for_s: float) -> None:
+        """Gives the member no new work for a while."""
+        member.not_before = monotonic() + for_s
+        asyncio.get_running_loop().call_later(for_s, self._assign)
+
+    def _assign(self) -> None:
+        while self._waiting:
+            size, first, assigned = self._waiting[0]
+            if not assigned.done():
+                member = self._with_room(size, first)
+                if member is None:
+                    self.waiting_since = self.waiting_since or monotonic()
+                    return
+                member.num_in_flight += size
+                assigned.set_result(member)
+            self._waiting.popleft()
+        self.waiting_since = None
+
+    def _with_room(self, size: int, first: M | None) -> M | None:
+        """Work larger than a member's limit goes to a member that has no other work."""
+        now = monotonic()
+        free = [
+            member
+            for member in self._members
+            if now >= member.not_before
+            and (member.num_in_flight == 0 or member.num_in_flight + size <= member.limit.size)
+        ]
+        return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
+
+
 @dataclass(eq=False)
 class Replica(Generic[M]):
-    """One place in the pool. `name` is for people: worker-1, or an address."""
+    """One place in the pool. Its name is for people: worker-1, or an address."""
 
     name: str
     launch: Launch
@@ -120,7 +307,7 @@ class Replica(Generic[M]):
 
 
 class Pool(Generic[M]):
-    """Lives in one event loop. Iterating gives the members in service."""
+    """Lives in one event loop."""
 
     def __init__(
         self,
@@ -160,13 +347,17 @@ class Pool(Generic[M]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send(
-        self, size: Callable[[], int], work: Callable[[M], Awaitable[T]], details: Details, first: M | None = None
+        self,
+        size: Callable[[], int],
+        work: Callable[[M], Awaitable[T]],
+        details: Callable[[], Mapping[str, Any]],
+        first: M | None = None,
     ) -> T:
         """Gives the work to the member with the least in flight; if that member is lost or fails, to another.
 
-        `size` is what is left of the work; it counts against a member's limit, and work that shrinks meanwhile releases
-        the difference itself. `first` gets the work if it has room. `details` are added to the event `redispatched`.
-        Raises `RetriesError` when too many members failed.
+        `size` is what is left of the work and counts against a member's limit; work that shrinks meanwhile releases the
+        difference itself. `first` gets the work if it has room. `details` are added to the event `redispatched`. Raises
+        `RetriesError` when too many members failed.
         """
         rules, reasons = self.rules, list[str]()
         busy_until: float | None = None
@@ -182,7 +373,12 @@ class Pool(Generic[M]):
                 self.members.rest(member, REST_S)
             except WorkerError as error:
                 reasons.append(f"{member.name}: {error}")
-                self._failed(member, reasons, details)
+                self.members.rest(member, REST_S)
+                member.failed += 1
+                if member.failed >= MAX_FAILED:
+                    member.mark_broken(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
+                if len(reasons) <= rules.max_redispatches:
+                    self._on_event("redispatched", worker=member.name, **details(), reason=reasons[-1])
             else:
                 member.failed, member.finished = 0, member.finished + 1
                 return answer
@@ -202,8 +398,8 @@ class Pool(Generic[M]):
         return dict(zip(members, await asyncio.gather(*map(ask, members)), strict=True))
 
     async def ask_each(self, ask: Callable[[M], Awaitable[T]], what: str) -> dict[str, T]:
-        """What each member in service answers, by name; members that join meanwhile are asked too. A member that cannot
-        answer is replaced."""
+        """What each member in service answers, by name; members that join meanwhile are asked too. A member that fails
+        to answer is replaced."""
         answers: dict[str, T] = {}
         await self.until(lambda: len(self.members) > 0)
         while asked := [member for member in self.members if member.name not in answers]:
@@ -238,14 +434,6 @@ class Pool(Generic[M]):
         found = [f"{replica.name}: {replica.last_problem}" for replica in self.replicas if replica.last_problem]
         return "; ".join(found) or "no reason"
 
-    def _failed(self, member: M, reasons: list[str], details: Details) -> None:
-        self.members.rest(member, REST_S)
-        member.failed += 1
-        if member.failed >= MAX_FAILED:
-            member.mark_broken(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
-        if len(reasons) <= self.rules.max_redispatches:
-            self._on_event("redispatched", worker=member.name, **details(), reason=reasons[-1])
-
     def _add_replica(self) -> None:
         assert self._launch is not None
         self._named += 1
@@ -257,7 +445,7 @@ class Pool(Generic[M]):
         replica.task.add_done_callback(self._broke)
 
     def _broke(self, task: asyncio.Task[None]) -> None:
-        """A defect of the pool itself must not leave a replica empty in silence."""
+        """Without this, a defect of the pool itself would leave a replica empty in silence."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}")
             self.members.fail(self.failure)
@@ -305,8 +493,10 @@ class Pool(Generic[M]):
             return None
         self.members.add(member)
         replica.member = member
-        told = {"worker": member.name, "pid": worker.pid, **details}
-        self._on_event("worker_started", **told, seconds=monotonic() - began, members=len(self.members))
+        seconds, members = monotonic() - began, len(self.members)
+        self._on_event(
+            "worker_started", worker=member.name, pid=worker.pid, **details, seconds=seconds, members=members
+        )
         await self._notify()
         return member
 
@@ -326,8 +516,8 @@ class Pool(Generic[M]):
         return reason
 
     async def _lost(self, member: M) -> str:
-        """Waits until the member is lost and says why. The end of its process comes before other reasons: it is what
-        caused them."""
+        """Waits until the member is lost and says why. The end of its process causes the other signs, so it is named
+        first."""
         ending = asyncio.ensure_future(member.worker.exited())
         signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.fault)]
         if self._watch is not None:

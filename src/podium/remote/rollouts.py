@@ -1,7 +1,7 @@
 """Requests to an engine in another process: single requests in, calls of many requests out.
 
-The engine is asked for one rollout at a time. All requests of one turn of the event loop travel in one call, or in a
-few calls of bounded size. Each answer reaches its own caller as soon as it arrives.
+Callers ask for one rollout at a time. All requests of one turn of the event loop travel in one call, or in a few. Each
+answer reaches its own caller as soon as it arrives.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ Waiting = tuple[Request, "asyncio.Future[Answer]"]
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What Podium's own client asks for. Prompts stand apart from the requests, since several requests share one."""
+    """The body of a call to a server. Several requests may share one prompt, so prompts are listed separately."""
 
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[tuple[int, Request], ...]
     """The place of its prompt, and the request without token ids."""
     run: str | None
-    """Who asks, where a run has claimed the engine."""
+    """The run that asks, if a run has claimed the engine."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], run: str | None) -> "Rollouts":
@@ -46,32 +46,27 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Written:
-    """An answer, the place of its request in the call, and the run that owns the weights that wrote it."""
+    """One answer of a call: the place of its request, and the run that owns the weights."""
 
     place: int
     answer: Answer
     run: str | None
 
 
-def one_call(requests: Sequence[Request]) -> Iterable[int]:
-    """All requests in one call."""
-    return [len(requests)]
-
-
 class Batching:
-    """`ask` makes one call. `sizes` cuts the requests of a turn into calls: it returns how many go into each."""
+    """`ask` makes one call. `calls` says which requests of a turn go into one call, by their places."""
 
     def __init__(
         self,
         ask: Callable[[list[Request]], Answers],
-        sizes: Callable[[Sequence[Request]], Iterable[int]] = one_call,
+        calls: Callable[[Sequence[Request]], Iterable[Sequence[int]]] = lambda requests: [range(len(requests))],
     ) -> None:
-        self._ask, self._sizes = ask, sizes
+        self._ask, self._parts = ask, calls
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
-        """The answer to one request. A call ends early once all of its requests are cancelled."""
+        """The answer to one request. A call is cancelled once all of its requests are."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
@@ -90,10 +85,8 @@ class Batching:
     def _send(self) -> None:
         waiting = [each for each in self._waiting if not each[1].done()]
         self._waiting = []
-        first = 0
-        for size in self._sizes([request for request, _ in waiting]):
-            self._start(waiting[first : first + size])
-            first += size
+        for places in self._parts([request for request, _ in waiting]):
+            self._start([waiting[place] for place in places])
 
     def _start(self, part: list[Waiting]) -> None:
         if not part:
@@ -113,7 +106,7 @@ class Batching:
             answer.add_done_callback(settled)
 
     async def _settle(self, part: list[Waiting]) -> None:
-        """Makes the call. An error of the call is an error of each request that has no answer yet."""
+        """Makes the call. Its error is the error of each request that has no answer yet."""
         failure: BaseException = EngineError("the engine left a request without an answer")
         try:
             async with aclosing(self._ask([request for request, _ in part])) as answers:
@@ -132,7 +125,7 @@ class Batching:
 
 
 async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """All at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
+    """Runs all at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
     this returns."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

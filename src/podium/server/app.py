@@ -5,12 +5,13 @@
     POST /score           logprobs of given tokens
     POST /held            checksums of the weights that the engine samples with
     POST /reload_weights  a published folder under the root becomes what is served
-    POST /join_transfer /receive_weights  weights from GPU to GPU (weights.py)
+    POST /join_transfer   meets the trainer, once, for weights that travel from GPU to GPU (sync/nccl.py)
+    POST /receive_weights takes the weights that the trainer broadcasts at the same time
     POST /claim /release  which run owns the weights
     GET  /info /metrics /health
     /v1/…                 OpenAI's protocol (openai.py)
 
-Every answer carries the version of its weights and the run that owns them. Only /health is open without the token.
+Every answer contains the version of its weights and the run that owns them. Only /health is open without the token.
 """
 
 import json
@@ -18,6 +19,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,18 +32,20 @@ from starlette.requests import Request as HttpRequest
 from podium.errors import CodecError, WeightsError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
+from podium.model.handoff import in_saved_format
 from podium.records import Answer, Request
 from podium.remote.codec import from_plain, to_plain
 from podium.remote.rollouts import Rollouts, Written
 from podium.server.door import Door, Refusal
-from podium.server.gate import READ, unless_gone
 from podium.server.openai import OpenAi
 from podium.server.served import Served, failure
-from podium.server.weights import Transfer
 from podium.server.wire import (
+    READ,
     Asked,
     ClaimBody,
     Generate,
+    Join,
+    Receive,
     ReleaseBody,
     Reload,
     Score,
@@ -50,27 +54,26 @@ from podium.server.wire import (
     check_requests,
     cut_at_texts,
     explained,
+    unless_gone,
 )
 
 Log = Callable[[str], None]
+Lines = AsyncGenerator[dict[str, Any] | None]
+"""Lines of a streamed answer; None: a sign of life."""
 
 
 def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, model_name: str = "policy") -> Door:
-    """`token`: hash of the one that opens (auth.digest), or None on a private socket. `model_name` is what OpenAI's
-    clients call the model."""
+    """`token`: hash of the valid token (`door.digest`), or None on a private socket. `model_name` is the model's name
+    for OpenAI's clients."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = _Routes(served, engine_name, log)
     for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
         app.api_route(path, methods=READ)(answer)
-    app.post("/generate")(routes.generate)
-    app.post("/rollouts")(routes.rollouts)
-    app.post("/score")(routes.score)
-    app.post("/held")(routes.held)
-    app.post("/reload_weights")(routes.reload_weights)
-    app.post("/claim")(routes.claim)
-    app.post("/release")(routes.release)
-    Transfer(served).add_to(app)
-    OpenAi(served, model_name, lambda: routes.max_context_tokens, routes.count).add_to(app)
+    for answer in (routes.generate, routes.rollouts, routes.score, routes.held, routes.reload_weights):
+        app.post(f"/{answer.__name__}")(answer)
+    for answer in (routes.join_transfer, routes.receive_weights, routes.claim, routes.release):
+        app.post(f"/{answer.__name__}")(answer)
+    OpenAi(served, model_name, routes.count).add_to(app)
     app.exception_handler(Refusal)(_refused)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RequestValidationError)(_not_valid)
@@ -82,7 +85,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """What the server counts, as Prometheus reads it."""
+    """What the server counts, for Prometheus."""
 
     def __init__(self, served: Served, routes: frozenset[str]) -> None:
         self._routes, self._registry = routes, CollectorRegistry()
@@ -115,7 +118,10 @@ class _Routes:
 
     def __init__(self, served: Served, engine_name: str, log: Log) -> None:
         self._served, self._engine_name, self._log = served, engine_name, log
-        self._fingerprint = tokenizer_fingerprint(served.policy.tokenizer)
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        return tokenizer_fingerprint(self._served.policy.tokenizer)
 
     async def health(self) -> JSONResponse:
         self._served.check_alive()
@@ -129,7 +135,7 @@ class _Routes:
                 "vocabulary": served.policy.vocabulary,
                 "tokenizer": self._fingerprint,
                 "dtype": served.engine.traits.dtype,
-                "max_context_tokens": self.max_context_tokens,
+                "max_context_tokens": served.max_context_tokens,
                 "weights_root": str(served.root),
                 "transfer_ranks": served.engine.traits.transfer_ranks,
                 "policy_version": served.version,
@@ -167,10 +173,10 @@ class _Routes:
         return StreamingResponse(_streamed(self._rollout_lines(requests)), media_type="application/x-ndjson")
 
     def _check(self, named: Iterable[tuple[str, Request]]) -> None:
-        check_requests(list(named), self._served.policy.vocabulary, self.max_context_tokens)
+        check_requests(list(named), self._served.policy.vocabulary, self._served.max_context_tokens)
 
-    async def _prompt_lines(self, prompts: list[Asked], stop: Sequence[str]) -> AsyncIterator[dict[str, Any] | None]:
-        """A line per prompt, once all of its answers are whole."""
+    async def _prompt_lines(self, prompts: list[Asked], stop: Sequence[str]) -> Lines:
+        """A line per prompt, once all of its answers are complete."""
         owners = [(prompt, sample) for prompt in prompts for sample in range(len(prompt.requests))]
         requests = [request for prompt in prompts for request in prompt.requests]
         async with aclosing(self._written(requests)) as answers:
@@ -183,13 +189,13 @@ class _Routes:
                 if prompt.is_whole:
                     yield prompt.line(written.run)
 
-    async def _rollout_lines(self, requests: list[Request]) -> AsyncIterator[dict[str, Any] | None]:
+    async def _rollout_lines(self, requests: list[Request]) -> Lines:
         async with aclosing(self._written(requests)) as answers:
             async for written in answers:
                 yield None if written is None else to_plain(written)
 
     async def _written(self, requests: list[Request]) -> AsyncGenerator[Written | None]:
-        """None: nothing new, all is well."""
+        """None: a sign of life."""
         started = time.monotonic()
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
@@ -205,8 +211,8 @@ class _Routes:
     async def score(self, body: Score) -> JSONResponse:
         self._served.claims.check(body.run)
         check_ids(body.token_ids, self._served.policy.vocabulary, "token_ids")
-        if len(body.token_ids) > self.max_context_tokens - 1:
-            raise Refusal(422, f"token_ids: more than the context of {self.max_context_tokens} allows")
+        if len(body.token_ids) > self._served.max_context_tokens - 1:
+            raise Refusal(422, f"token_ids: more than the context of {self._served.max_context_tokens} allows")
         try:
             return JSONResponse(await self._served.score(body.token_ids))
         except Exception as error:
@@ -233,30 +239,50 @@ class _Routes:
         self._log(f"weights {body.id}: version {body.version} of run {body.run}")
         return JSONResponse({"version": body.version, "sha256": sha256})
 
+    async def join_transfer(self, body: Join) -> JSONResponse:
+        engine = self._receiver(body.run)
+        await engine.join_transfer(body.model_dump(exclude={"run"}))
+        return JSONResponse({"ranks": engine.traits.transfer_ranks})
+
+    async def receive_weights(self, body: Receive) -> JSONResponse:
+        """HTTP carries names, types and shapes only. They are checked first: the tensors overwrite the served ones."""
+        engine, policy = self._receiver(body.run), self._served.policy
+        if not len(body.names) == len(body.shapes) == len(body.dtype_names):
+            raise Refusal(422, "names, dtype_names and shapes must have one entry per tensor")
+        saved = in_saved_format(policy.model, policy.named_weights())
+        if dict(zip(body.names, body.shapes, strict=True)) != {name: list(tensor.shape) for name, tensor in saved}:
+            raise Refusal(422, "the tensors are not those of the model that is served")
+        update = body.model_dump(include={"names", "dtype_names", "shapes"})
+        await self._served.take_transfer(lambda: engine.receive_weights(update, body.version), body.run)
+        return JSONResponse({"version": body.version})
+
+    def _receiver(self, run: str | None) -> Any:
+        """The engine, if it can take weights from GPU to GPU: it has GPUs of its own and serves full weights."""
+        self._served.claims.check_writer(run)
+        if not self._served.engine.traits.transfer_ranks:
+            raise Refusal(422, "this engine takes no weights by NCCL; hand them over by folder")
+        return self._served.engine
+
     async def claim(self, body: ClaimBody) -> JSONResponse:
-        self._served.claim(body.run, body.scope)
+        self._served.claims.take(body.run, body.scope)
         return JSONResponse({"run": body.run, "scope": body.scope})
 
     async def release(self, body: ReleaseBody) -> JSONResponse:
         self._served.release(body.run)
         return JSONResponse({"run": body.run})
 
-    @property
-    def max_context_tokens(self) -> int:
-        return self._served.engine.traits.max_context_tokens or self._served.policy.max_context_tokens
 
-
-async def _collected(lines: AsyncIterator[dict[str, Any] | None]) -> list[dict[str, Any]]:
+async def _collected(lines: Lines) -> list[dict[str, Any]]:
     try:
         return [line async for line in lines if line is not None]
     except Exception as error:
         raise failure(error) from None
 
 
-async def _streamed(lines: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
-    """A stream that breaks ends with a line that says so; an empty line only shows that somebody is there."""
+async def _streamed(lines: Lines) -> AsyncIterator[bytes]:
+    """A stream that fails ends with a line that says why; an empty line is a sign of life."""
     try:
-        async with aclosing(lines):  # type: ignore[type-var]
+        async with aclosing(lines):
             async for line in lines:
                 yield b"\n" if line is None else json.dumps(line, allow_nan=False).encode() + b"\n"
     except Exception as error:

@@ -1,26 +1,37 @@
-"""The outermost layer of the server: nothing is served before the token is right and the request is within its limits.
+"""The outermost layer of the server: sockets, deadlines, the token and the limits of a request.
 
-It denies by default: every path and method needs the token but GET and HEAD of /health, so that a route added later
-is closed too. It compares hashes in constant time and keeps only the hash. A request must be JSON of bounded size,
-depth and numbers, and it must arrive in bounded time; this is checked before anything is parsed.
+Every path and method needs the token except GET and HEAD of /health, so a route that is added later is closed too. The
+door keeps only the token's hash and compares hashes in constant time. A request must be JSON of bounded size, depth and
+numbers, and it must arrive in bounded time; all of this is checked before anything is parsed. uvicorn has no deadline
+for a header or for an answer that a client does not read, so its HTTP protocol gets both here.
 """
 
 import asyncio
 import hashlib
 import hmac
 import json
+import os
 import re
+import resource
+import signal
+import socket
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from podium.errors import InputError
 
 OPENAI_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refusal(Exception):
-    """`message` goes to the client, so it holds no secret and no path of this machine. `param` and `code` are for
-    OpenAI's clients: the field at fault, and a word for programs."""
+    """`message` goes to the client, so it contains no secret and no path of this machine. `param` (the field at fault)
+    and `code` (a word for programs) are for OpenAI's clients."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +47,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """In the shape that clients of that path expect."""
+        """In the form that clients of that path expect."""
         return self.openai_body if path.startswith("/v1/") else self.body
 
 
@@ -50,30 +61,33 @@ MAX_STRINGS = 20_000
 MAX_DIGITS = 20
 """Of one integer; 64 bits have 19."""
 MAX_HEADER_BYTES = 16 << 10
-"""Of the request line and all headers, checked where they are whole (`check_size`); h11 cuts longer ones off while
-they arrive."""
+"""Of the request line and all headers. h11 refuses longer ones while they arrive; `check_size` refuses one that arrives
+in a single piece, which h11 accepts."""
 HEADER_S = 10.0
-"""From a connection, or the end of an answer on it, to a whole header."""
+"""From a connection, or the end of an answer on it, to a complete header."""
 BODY_S = 20.0
 SEND_S = 60.0
 """How long a client may leave its answer unread."""
+LINGER_S = 1.0
+"""So long a refused client may go on sending; otherwise it sees a broken connection instead of the reason."""
 MAX_CONNECTIONS = 2048
+MAX_SOCKET_PATH = 100
+"""Bytes; the system allows about 107."""
 
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""One that does not end is a match too: else each quote in it would be tried to the end."""
+"""Also matches a string that does not end; otherwise the search would try each quote in it."""
 LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_DIGITS + 1))
 BRACKET = re.compile(rb"[\[\]{}]")
 
 
 def check_size(scope: Mapping[str, Any]) -> None:
-    """A header that arrives in one piece is not cut off by h11, however long it is."""
     line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
     if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
         raise Refusal(431, f"the request line and the headers have more than {MAX_HEADER_BYTES} bytes")
 
 
 def check_head(method: str, headers: Mapping[bytes, bytes]) -> None:
-    """Only a POST has a body, and it is JSON as it stands."""
+    """Only a POST has a body: uncompressed JSON."""
     length = headers.get(b"content-length", b"0")
     if method != "POST":
         if length != b"0" or b"transfer-encoding" in headers:
@@ -106,12 +120,16 @@ async def read_body(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> byte
 
 
 def check_json(body: bytes) -> None:
-    """Bounds what parsing will cost; whether it is JSON at all, the parser finds out."""
-    if b"\0" in body or not _is_utf8(body):
+    """Bounds the cost of parsing. The parser finds out whether it is JSON at all."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise Refusal(400, "the body is not UTF-8 text") from None
+    if b"\0" in body:
         raise Refusal(400, "the body is not UTF-8 text")
     too_many = Refusal(413, f"the body has more than {MAX_VALUES} values or {MAX_STRINGS} texts")
     if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
-        raise too_many  # before the pattern has looked at millions of them
+        raise too_many  # before the pattern searches millions of them
     bare, num_strings = STRING.subn(b"", body)
     if num_strings > MAX_STRINGS or bare.count(b",") > MAX_VALUES:
         raise too_many
@@ -126,33 +144,18 @@ def check_json(body: bytes) -> None:
             raise Refusal(413, f"the body has more than {MAX_CONTAINERS} lists and objects")
 
 
-def _is_utf8(body: bytes) -> bool:
-    try:
-        body.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-LINGER_S = 1.0
-"""A refused client may go on sending for so long, so that it sees why instead of a broken connection."""
-
-
 def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
 class Door:
-    """ASGI around `app`. `token` is the hash of the one that opens; None lets everyone in (a private socket)."""
+    """ASGI around `app`. `token` is the hash of the valid token; None lets every client in (a private socket)."""
 
     def __init__(self, app: Any, token: bytes | None, count: Callable[[str, int], None], log: Callable[[str], None]):
         self.app, self._token, self._count, self._log = app, token, count, log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":  # no websockets here
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
         answer = _Answer(send, scope["path"])
@@ -191,7 +194,7 @@ class Door:
 
 
 class _Answer:
-    """Sends, and knows whether it has begun."""
+    """Sends an answer and notes its status, which is None before the answer begins."""
 
     def __init__(self, send: Any, path: str) -> None:
         self._send, self._path = send, path
@@ -210,11 +213,8 @@ class _Answer:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
+            *{401: [(b"www-authenticate", b"Bearer")], 503: [(b"retry-after", b"1")]}.get(refusal.status, []),
         ]
-        if refusal.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if refusal.status == 503:
-            headers.append((b"retry-after", b"1"))
         await self.send({"type": "http.response.start", "status": refusal.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         with suppress(TimeoutError):
@@ -225,6 +225,119 @@ class _Answer:
 
 
 def _where(error: BaseException) -> str:
-    """The kind of error and the function that raised it: enough to look for, nothing that a log should not hold."""
+    """The kind of error and the function that raised it. A log must not contain more."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} in {frames[-1].name}, line {frames[-1].lineno}" if frames else type(error).__name__
+
+
+class PatientProtocol(H11Protocol):
+    """Disconnects a client that does not finish its header, or does not read its answer."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(HEADER_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if not is_idle and self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        if is_idle and self._header_timer is None and not self.transport.is_closing():
+            self._header_timer = self.loop.call_later(HEADER_S, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(SEND_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+
+def tcp_socket(host: str, port: int) -> socket.socket:
+    """Bound and not yet listening, so clients are refused until the model is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--host {host} --port {port}: {error}") from None
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise InputError(f"--host {host} --port {port}: {error}") from None
+    return made
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address for clients."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """Open to this user alone from its creation. A socket on which no server listens any more is replaced."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise InputError(f"--uds: the path of a socket has at most {MAX_SOCKET_PATH} bytes; give a shorter one")
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.connect(str(path))
+            raise InputError(f"--uds {path}: another server listens there")
+        path.unlink()
+    made, before = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), os.umask(0o177)
+    try:
+        made.bind(str(path))
+    except OSError as error:
+        made.close()
+        raise InputError(f"--uds {path}: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    return made
+
+
+def _exit(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+def listen(app: Any, listener: socket.socket, started: Callable[[], Awaitable[None]]) -> None:
+    """Serves until a signal; awaits `started` before it accepts the first request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MAX_CONNECTIONS)), hard))
+    config = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+
+    # uvicorn raises the signal again at its end; the default action would end the process before the clean-up.
+    signal.signal(signal.SIGTERM, _exit)
+
+    async def serve() -> None:
+        await started()
+        await server.serve(sockets=[listener])
+
+    asyncio.run(serve())

@@ -1,17 +1,17 @@
-"""OpenAI's protocol on the same server, so that any client can talk to what was trained.
+"""OpenAI's protocol on the same server, so that any of its clients can use the trained model.
 
-    POST /v1/chat/completions   one answer or `n`; `stream`: server-sent events, an answer each, as soon as it is whole
+    POST /v1/chat/completions   one answer or `n`; `stream`: server-sent events, one per answer, once it is complete
     GET  /v1/models             the one that is served
 
-What would change an answer and is not done here (tools, penalties, a grammar) is refused by its name; what only labels
-the request is taken and ignored. Logprobs are of the distribution that was sampled from. A stream has one piece of text
-for each answer, not one for each token; comments keep the connection alive until then.
+Fields that would change an answer and are not supported (tools, penalties, a grammar) are refused by name; fields that
+only label the request are ignored. Logprobs are of the distribution that the answer was sampled from. A stream has one
+piece of text per answer, not one per token; comments keep the connection alive until then.
 """
 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -24,16 +24,15 @@ from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.door import Refusal
-from podium.server.gate import READ, unless_gone
 from podium.server.served import Served, failure
-from podium.server.wire import Asked, Text, check_requests, cut_at_texts, explained
+from podium.server.wire import READ, Asked, Text, check_requests, cut_at_texts, explained, unless_gone
 from podium.settings.contracts import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-"""Labels of a request; no answer depends on them."""
+"""Labels of a request, which do not change an answer."""
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "top_logprobs": 0, "tools": []}
 NEUTRAL |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "tool_choice": "none"}
-"""Values that ask for nothing."""
+"""Values that change nothing."""
 
 
 class Part(BaseModel):
@@ -59,6 +58,7 @@ class StreamOptions(BaseModel):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Answers = AsyncGenerator[tuple[int, Answer] | None]
 
 
 class Chat(BaseModel):
@@ -82,10 +82,8 @@ class Chat(BaseModel):
         try:
             made = cls.model_validate(body)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise Refusal(
-                400, explained(error.errors()), param=str(first["loc"][0]) if first["loc"] else None
-            ) from None
+            where = error.errors()[0]["loc"]
+            raise Refusal(400, explained(error.errors()), param=str(where[0]) if where else None) from None
         for name, value in (made.model_extra or {}).items():
             if value is not None and name not in IGNORED and NEUTRAL.get(name, ...) != value:
                 raise Refusal(400, f"{name} is not supported here; leave it out", param=name[:64])
@@ -100,27 +98,16 @@ class Chat(BaseModel):
             raise Refusal(400, str(error), param="messages") from None
 
     def requests(self, prompt: tuple[int, ...], stop_ids: Sequence[int], room: int) -> list[Request]:
-        """One per answer. `room`: tokens that the context has left, which is the default of the longest answer."""
+        """One per answer. `room`: tokens left in the context, the default for the longest answer."""
         seeds = [secrets.randbits(63) if self.seed is None else (self.seed + k) % (1 << 63) for k in range(self.n or 1)]
-        return Asked.of(0, prompt, self._sampling(stop_ids, room), seeds).requests
-
-    def _sampling(self, stop_ids: Sequence[int], room: int) -> Sampling:
         longest = self.max_completion_tokens or self.max_tokens or room
         temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(longest, temperature, None, None if self.top_p == 1 else self.top_p, tuple(stop_ids))
+        top_p = None if self.top_p == 1 else self.top_p
+        return Asked.of(0, prompt, Sampling(longest, temperature, None, top_p, tuple(stop_ids)), seeds).requests
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-
-def choice(index: int, answer: Answer, tokenizer: Any, stops: Sequence[str], with_logprobs: bool) -> dict[str, Any]:
-    """One answer: its text without the text that ended it, and why it ended."""
-    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    ends = [text.index(stop) for stop in stops if stop in text]
-    told = {"content": text[: min(ends)] if ends else text}
-    logprobs = {"content": _logprobs(answer, tokenizer), "refusal": None} if with_logprobs else None
-    return {"index": index, **told, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
 def _logprobs(answer: Answer, tokenizer: Any) -> list[dict[str, Any]]:
@@ -132,13 +119,10 @@ def _logprobs(answer: Answer, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 class OpenAi:
-    """`name` is the model's for clients; `counted` is told of every answer."""
+    """`name` is the model's name for clients; `count` is called with every answer."""
 
-    def __init__(
-        self, served: Served, name: str, max_context_tokens: Callable[[], int], counted: Callable[[Answer], None]
-    ) -> None:
-        self._served, self._name, self._counted = served, name, counted
-        self._max_context_tokens, self._started = max_context_tokens, int(time.time())
+    def __init__(self, served: Served, name: str, count: Callable[[Answer], None]) -> None:
+        self._served, self._name, self._count, self._started = served, name, count, int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
         app.api_route("/v1/models", methods=READ)(self.models)
@@ -158,7 +142,7 @@ class OpenAi:
         except ValueError:
             raise Refusal(400, "the body is not JSON") from None
         self._check_name(body.model)
-        policy, context = self._served.policy, self._max_context_tokens()
+        policy, context = self._served.policy, self._served.max_context_tokens
         prompt = body.prompt(policy.tokenizer)
         if not 0 < len(prompt) < context:
             raise Refusal(
@@ -177,20 +161,18 @@ class OpenAi:
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         return JSONResponse(await unless_gone(request, self._whole(body, head, answers, len(prompt))))
 
-    async def _answers(self, body: Chat, requests: list[Request]) -> AsyncIterator[tuple[int, Answer] | None]:
-        """Each with its index. None: nothing new, all is well."""
+    async def _answers(self, body: Chat, requests: list[Request]) -> Answers:
+        """Each with its index. None: a sign of life."""
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
                 if written is None:
                     yield None
                     continue
                 answer = cut_at_texts(written.answer, self._served.policy.tokenizer, body.stops)
-                self._counted(answer)
+                self._count(answer)
                 yield written.place, answer
 
-    async def _whole(
-        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[tuple[int, Answer] | None], num_prompt: int
-    ) -> dict[str, Any]:
+    async def _whole(self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int) -> dict[str, Any]:
         try:
             made = [item async for item in answers if item is not None]
         except Exception as error:
@@ -202,12 +184,12 @@ class OpenAi:
         return {**head, "object": "chat.completion", "choices": choices, "usage": usage}
 
     async def _events(
-        self, body: Chat, head: dict[str, Any], answers: AsyncIterator[tuple[int, Answer] | None], num_prompt: int
+        self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int
     ) -> AsyncIterator[bytes]:
         head = {**head, "object": "chat.completion.chunk"}
         written = 0
         try:
-            async with aclosing(answers):  # type: ignore[type-var]
+            async with aclosing(answers):
                 async for item in answers:
                     if item is None:
                         yield b": waiting\n\n"
@@ -225,7 +207,12 @@ class OpenAi:
             yield _event(failure(error).openai_body)
 
     def _choice(self, body: Chat, index: int, answer: Answer) -> dict[str, Any]:
-        return choice(index, answer, self._served.policy.tokenizer, body.stops, bool(body.logprobs))
+        """One answer: its text without the text that ended it, and why it ended."""
+        tokenizer = self._served.policy.tokenizer
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        end = min((text.index(stop) for stop in body.stops if stop in text), default=len(text))
+        logprobs = {"content": _logprobs(answer, tokenizer), "refusal": None} if body.logprobs else None
+        return {"index": index, "content": text[:end], "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def _check_name(self, name: str) -> None:
         if name != self._name:
@@ -241,8 +228,5 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def _usage(num_prompt: int, num_written: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_written,
-        "total_tokens": num_prompt + num_written,
-    }
+    total = num_prompt + num_written
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": total}

@@ -1,21 +1,27 @@
-"""`podium serve`: a model, an engine and the HTTP server, wired."""
+"""A model, an engine and the HTTP server, wired: for `podium serve`, for the workers of a pool and for Ray's actors.
 
+A pool's workers are forked (remote/fork_server.py). In-process engines on a CPU are loaded before the fork, once: a
+worker starts in milliseconds and all share the memory of the base weights. Other engines are loaded by each worker.
+"""
+
+import inspect
 import os
 import secrets
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from podium.engine.build import cpu_team
-from podium.errors import InputError
+from podium.errors import InputError, WeightsError
 from podium.export import find_trained
 from podium.model.load import Policy, load_policy
 from podium.server.app import make_app
-from podium.server.door import digest
-from podium.server.listen import listen, tcp_socket, unix_socket, url_of
-from podium.server.served import Maker, Served
-from podium.server.weights import AdapterShape
+from podium.server.door import digest, listen, tcp_socket, unix_socket, url_of
+from podium.server.served import AdapterShape, Maker, Served
 from podium.settings.lookup import engine_traits, engines_in_workers, find
 from podium.settings.sections import Lora, Model
 from podium.settings.tables import Settings, override
@@ -43,7 +49,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions, overrides: list[str]) -> int:
     if options.uds is not None and (options.host, options.port) != (None, None):
-        raise InputError("--host and --port have no effect beside --uds; remove them, or it")
+        raise InputError("--host and --port have no effect together with --uds; remove them, or remove --uds")
     token = _token(options)
     settings, weights = _settings(options, overrides)
     port = DEFAULT_PORT if options.port is None else options.port
@@ -75,13 +81,13 @@ def _log(message: str) -> None:
 
 
 def _public_name(model: str) -> str:
-    """What clients call it: a hub name as it is, of a folder its last part, so that no path of this machine is told."""
+    """The model's name for clients: a hub name, or the last part of a folder, which reveals no path of this machine."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _token(options: ServeOptions) -> bytes | None:
-    """The hash of the token. Whoever can reach a port could use the engine, so a port needs one; a socket that only
-    this user can open does not."""
+    """The hash of the token. A port needs one, since every program that reaches it could use the engine; a socket that
+    only this user can open does not."""
     path = options.token_file
     if path is None and options.uds is not None:
         return None
@@ -111,7 +117,7 @@ def read_token(path: Path) -> str:
 
 
 def _settings(options: ServeOptions, overrides: list[str]) -> tuple[Settings, Path | None]:
-    """The `[model]` and `[engine]` sections, and trained weights to lay over the model."""
+    """The `[model]` and `[engine]` sections, and the trained weights that replace the model's, if there are any."""
     trained = find_trained(options.model)
     for flag in overrides:
         if not flag.startswith(("--model.", "--engine.")):
@@ -132,7 +138,7 @@ def _maker(settings: Settings, weights: Path | None, lora_rank: int | None) -> M
     own_lora: Any = False if lora_rank is None else Lora(r=lora_rank)
 
     def load(lora: Any, own: Path | None) -> Policy:
-        return load_policy(_model(settings.model, lora), seed=settings.run.seed, weights=own)
+        return load_policy(settings.model.model_copy(update={"lora": lora}), seed=settings.run.seed, weights=own)
 
     def policy(shape: AdapterShape | None) -> Policy:
         if shape is None:
@@ -145,5 +151,41 @@ def _maker(settings: Settings, weights: Path | None, lora_rank: int | None) -> M
     return Maker(policy, lambda: load(own_lora, adapter or full), engine, not settings.engine_traits.shares_weights)
 
 
-def _model(model: Model, lora: Any) -> Model:
-    return model.model_copy(update={"lora": lora})
+class PoolWorker:
+    """`given`: the model and the engine (`load_engine`); `threads`: of the engine; `root`: where weights are read."""
+
+    def __init__(self, given: Mapping[str, Any], threads: int, root: str) -> None:
+        self._name, self._threads, self._root = given["engine"], threads, Path(root)
+        self._policy, self._engine = load_engine(given)
+
+    def listen(self, path: bytes, reply: Callable[[bytes], None]) -> None:
+        """Serves on a socket at that path until the process is killed; replies once the server accepts requests."""
+        if not self._engine.traits.plans_threads:
+            torch.set_num_threads(self._threads)
+        served = make_served(self._policy, self._engine, self._root)
+        listener = unix_socket(Path(path.decode()))
+
+        async def started() -> None:
+            await served.start()
+            listener.listen()
+            reply(b"")
+
+        listen(make_app(served, None, self._name, lambda message: None), listener, started)
+
+
+def load_engine(given: Mapping[str, Any]) -> Any:
+    """The policy and its engine. `given` has the keys `model`, `engine`, `options` and `compute_dtype`."""
+    policy = load_policy(Model.model_validate(given["model"]), seed=0)
+    make, wiring = find("engine", given["engine"]), {}
+    if given["compute_dtype"] and "compute_dtype" in inspect.signature(make).parameters:
+        wiring["compute_dtype"] = getattr(torch, given["compute_dtype"])
+    return policy, make(policy, False, **wiring, **given["options"])
+
+
+def make_served(policy: Any, engine: Any, root: Path) -> Any:
+    """Serves one engine, with weights of one kind only, read under `root`."""
+
+    def other_policy(shape: Any) -> Any:
+        raise WeightsError("weights of another kind than this pool was made for")
+
+    return Served(Maker(other_policy, lambda: policy, lambda _: engine, one_engine=True), root)

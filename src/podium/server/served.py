@@ -1,37 +1,260 @@
-"""The engine that is served, its weights, and their owner.
+"""The engine that is served, its weights, and the run that owns them.
 
-New weights are read and checked beside the old ones, which go on answering; then the answers under way end, new ones
-wait, and the engine takes the weights. If anything fails before that, nothing has changed. An engine is built for full
-weights or for adapters of one shape; weights of another kind build another engine over the same base model, so a
-server takes adapters of any rank and full weights too.
+New weights are read and checked while the engine answers with the old ones. Then a swap waits for the answers under
+way, holds new ones back, and the engine takes the weights. If anything fails before that, nothing has changed. An
+engine is built for full weights or for adapters of one shape. For weights of another kind the server builds another
+engine over the same base model, so one server takes full weights and adapters of any rank.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 
 from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import on_device_thread
+from podium.model.handoff import manifest_of, read_published
 from podium.model.load import Policy
 from podium.records import Request
+from podium.remote.files import read_regular
 from podium.remote.rollouts import Written, all_or_none
 from podium.server.door import Refusal
-from podium.server.gate import Claims, Gate, Scope, within
-from podium.server.weights import AdapterShape, Published, locate, read, shape_of
 from podium.stages import Engine
+
+T = TypeVar("T")
+Scope = Literal["run", "engine"]
 
 HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
 RESTORE_PAUSE_S = 1.0
 LOCATE_S, READ_S = 20.0, 1800.0
-"""What a disk may take for two small files, and for all weights of a large model."""
+"""Limits for reading two small files from a disk, and all weights of a large model."""
 OWN_VERSION = 0
-"""Of the weights that the server began with."""
+"""Of the weights that the server started with."""
+MAX_JSON_BYTES = 1 << 20
+IDLE_S = 900.0
+"""Seconds of silence after which another run may take over the claim. The silent run gets an error if it returns."""
+
+
+class Gate:
+    """Lets calls through at the same time, and a swap of weights alone.
+
+    A swap waits for the calls under way and holds new ones back, so one version writes each answer. A call is refused
+    at once when too many wait already; a call whose client goes away leaves the queue.
+    """
+
+    def __init__(self, max_running: int = 256, max_waiting: int = 2048, drain_s: float = 600) -> None:
+        """`max_running`: calls that the engine works on at the same time. A swap does not wait for the others."""
+        self.running = self.waiting = 0
+        self._max_running, self._max_waiting, self._drain_s = max_running, max_waiting, drain_s
+        self._is_closed = False
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        if self.waiting >= self._max_waiting:
+            raise Refusal(503, f"{self.waiting} requests are waiting already; try again later")
+        self.waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._is_closed and self.running < self._max_running)
+                self.running += 1
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            await self._notify()
+
+    @asynccontextmanager
+    async def swapping(self) -> AsyncIterator[None]:
+        """The caller makes sure that there is one at a time."""
+        self._is_closed = True
+        try:
+            try:
+                async with asyncio.timeout(self._drain_s), self._changed:
+                    await self._changed.wait_for(lambda: self.running == 0)
+            except TimeoutError:
+                raise Refusal(503, f"answers were still being written after {self._drain_s:g} s") from None
+            yield
+        finally:
+            self._is_closed = False
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+@dataclass
+class Claim:
+    run: str
+    scope: Scope
+    seen: float
+
+
+class Claims:
+    """Which run owns the engine's weights; an engine has one run at a time. The scope of the claim says what happens
+    when the run ends. `run`: the server goes back to its own weights; `engine`: it goes on serving the run's."""
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._held: Claim | None = None
+        self._kept: Claim | None = None
+        """Of a run that has ended and whose weights stay."""
+
+    @property
+    def run(self) -> str | None:
+        return self._held.run if self._held else None
+
+    def take(self, run: str, scope: Scope) -> None:
+        held, kept = self._held, self._kept
+        if held is not None and held.run != run and time.monotonic() - held.seen < self._idle_s:
+            raise Refusal(409, f"the engine is claimed by run {held.run!r} (scope {held.scope!r})")
+        if held is not None and held.run == run and held.scope != scope:
+            raise Refusal(409, f"run {run!r} has claimed the engine with scope {held.scope!r}, not {scope!r}")
+        if kept is not None and kept.scope != scope:
+            raise Refusal(
+                409,
+                f"the engine keeps the weights of run {kept.run!r} (scope {kept.scope!r}); scope {scope!r} would take "
+                f"them away: use scope {kept.scope!r}, or another engine",
+            )
+        self._held = Claim(run, scope, time.monotonic())
+
+    def check(self, run: str | None) -> None:
+        """Refuses a run that lost its claim; notes that a run with a claim is alive. A client without a run only
+        reads."""
+        held = self._held
+        if run is None:
+            return
+        if held is None or held.run != run:
+            holder = f"run {held.run!r} has" if held else "nobody has"
+            raise Refusal(409, f"run {run!r} has no claim on this engine, {holder}")
+        held.seen = time.monotonic()
+
+    def check_writer(self, run: str | None) -> None:
+        """Only the run that holds the claim may change weights; if there is no claim, any client may."""
+        if run is None and self._held is not None:
+            raise Refusal(409, f"the engine is claimed by run {self._held.run!r} (scope {self._held.scope!r})")
+        self.check(run)
+
+    def release(self, run: str) -> Scope | None:
+        """The scope of the claim that ends; None if the run had none."""
+        held = self._held
+        if held is None or held.run != run:
+            return None
+        self._held = None
+        if held.scope == "engine":
+            self._kept = held
+        return held.scope
+
+
+class AdapterShape(BaseModel):
+    """The part of an adapter's configuration that decides its tensors and their effect. Plain LoRA only: a variant
+    would be served with the wrong scale."""
+
+    r: int = Field(ge=1, le=1024)
+    lora_alpha: float = Field(gt=0, allow_inf_nan=False)
+    target_modules: frozenset[str] = Field(min_length=1, max_length=256)
+    use_rslora: Literal[False] = False
+    use_dora: Literal[False] = False
+    bias: Literal["none"] = "none"
+    rank_pattern: dict[str, int] | None = Field(default=None, max_length=0)
+    alpha_pattern: dict[str, float] | None = Field(default=None, max_length=0)
+    modules_to_save: None = None
+
+    def __eq__(self, other: object) -> bool:
+        keys = ("r", "lora_alpha", "target_modules")
+        return isinstance(other, AdapterShape) and all(getattr(self, key) == getattr(other, key) for key in keys)
+
+
+@dataclass(frozen=True)
+class Published:
+    folder: Path
+    shape: AdapterShape | None
+    """None: full weights."""
+    sha256: str
+    """Of the file that holds the tensors."""
+
+
+def locate(root: Path, name: str) -> Published:
+    """The published folder of that name. Opens only what lies, links resolved, directly under the root."""
+    folder = root / name
+    for path in (folder, root / f"{name}.json"):
+        if path.resolve() != root.resolve() / path.name or path.is_symlink():
+            raise Refusal(403, "weights are read from the server's root only")
+        if not path.exists():
+            raise Refusal(404, f"there are no weights called {name}")
+    manifest = _json(manifest_of(folder), f"{name}.json")
+    is_adapter = manifest.get("kind") == "adapter"
+    file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    try:
+        sha256 = str(manifest["files"][file]["sha256"])
+        shape = AdapterShape.model_validate(_json(folder / "adapter_config.json", name)) if is_adapter else None
+    except (KeyError, TypeError):
+        raise WeightsError(f"{name}.json cannot be read") from None
+    except ValidationError:
+        raise WeightsError(f"{name}: adapter_config.json is not one of plain LoRA") from None
+    return Published(folder, shape, sha256)
+
+
+def read(published: Published, policy: Policy, version: int) -> dict[str, torch.Tensor]:
+    """The tensors: complete, of the right shapes and finite. Those of an adapter are on the policy's device."""
+    found = read_published(published.folder, dict(policy.named_weights()), version)
+    return found if policy.peft is None else {name: tensor.to(policy.device) for name, tensor in found.items()}
+
+
+def shape_of(policy: Policy) -> AdapterShape | None:
+    if policy.peft is None:
+        return None
+    config = policy.peft.peft_config["default"]
+    targets = config.target_modules
+    modules = frozenset([targets] if isinstance(targets, str) else targets)
+    return AdapterShape(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules)
+
+
+def _json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(read_regular(path, max_bytes=MAX_JSON_BYTES, follow_links=False))
+        if not isinstance(value, dict):
+            raise ValueError
+    except (OSError, ValueError, RecursionError):
+        raise WeightsError(f"{name}: {path.name} cannot be read") from None
+    return value
+
+
+async def within(limit_s: float, what: str, function: Callable[..., T], *given: Any) -> T:
+    """The result of a function that may wait for a disk; 503 if it is late. It runs in a daemon thread: the end of the
+    process would wait for a thread of asyncio's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, function(*given))
+        except BaseException as error:
+            outcome = (done.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    threading.Thread(target=work, name="disk", daemon=True).start()
+    try:
+        return await asyncio.wait_for(done, limit_s)
+    except TimeoutError:
+        raise Refusal(503, f"{what} took more than {limit_s:g} s") from None
 
 
 @dataclass(frozen=True)
@@ -41,10 +264,10 @@ class Maker:
     policy: Callable[[AdapterShape | None], Policy]
     """The base model with an empty adapter of that shape, or without one."""
     own_policy: Callable[[], Policy]
-    """What the server was started with: the base, or the base with its trained adapter."""
+    """What the server started with: the base, or the base with its trained adapter."""
     engine: Callable[[Policy], Engine]
     one_engine: bool
-    """Whether the old engine must be closed before a new one is built, because the two do not fit beside each other."""
+    """Whether the old engine must be closed before a new one is built, because two do not fit into memory."""
 
 
 class Served:
@@ -70,9 +293,13 @@ class Served:
     def version(self) -> int:
         return self.engine.policy_version or 0
 
+    @property
+    def max_context_tokens(self) -> int:
+        return self.engine.traits.max_context_tokens or self.policy.max_context_tokens
+
     async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written | None]:
-        """Each answer as soon as it is whole. A slow client does not slow the engine down:
-        its answers wait here. None is yielded now and then as a sign of life."""
+        """Each answer as soon as it is complete; now and then None, as a sign of life. Answers wait here for a slow
+        client, so the client does not slow the engine down."""
         ready: asyncio.Queue[Any] = asyncio.Queue()
         task = asyncio.create_task(self._write_answers(requests, ready))
         try:
@@ -94,8 +321,7 @@ class Served:
             ready.put_nowait(Written(place, await self.engine.generate(request), run))
 
         try:
-            async with self.gate.answering():
-                self.check_alive()
+            async with self._answering():
                 run = self.run
                 await all_or_none(write(place, request) for place, request in enumerate(requests))
             ready.put_nowait("end")
@@ -103,18 +329,13 @@ class Served:
             ready.put_nowait(error)
 
     async def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        async with self.gate.answering():
-            self.check_alive()
-            return {
-                "logprobs": await self.engine.score(token_ids),
-                "policy_version": self.version,
-                "run": self.run,
-            }
+        async with self._answering():
+            logprobs = await self.engine.score(token_ids)
+            return {"logprobs": logprobs, "policy_version": self.version, "run": self.run}
 
     async def held(self) -> dict[str, Any]:
-        """What the engine's own tensors are, as checksums; None where it cannot show them."""
-        async with self.gate.answering():
-            self.check_alive()
+        """Checksums of the engine's own tensors; None if the engine cannot show them."""
+        async with self._answering():
             engine: Any = self.engine
             held = await engine.held() if engine.traits.shows_weights else None
             sealed = None if held is None else await on_device_thread(held.sealed)
@@ -139,8 +360,8 @@ class Served:
             self._waiting_reloads -= 1
 
     async def take_transfer(self, receive: Callable[[], Awaitable[None]], run: str | None) -> None:
-        """Weights that come from elsewhere than a folder; answers under way end first. They are written over the old
-        ones, so after a transfer that broke off nothing is served any more."""
+        """Takes weights that do not come from a folder, once the answers under way have ended. They overwrite the old
+        weights, so after a failed transfer the server serves nothing any more."""
         async with self._one_reload, self.gate.swapping():
             self.claims.check_writer(run)
             try:
@@ -154,9 +375,6 @@ class Served:
         if self.failed is not None:
             raise Refusal(503, self.failed)
 
-    def claim(self, run: str, scope: Scope) -> None:
-        self.claims.take(run, scope)
-
     def release(self, run: str) -> None:
         """With scope `run` the server goes back to its own weights, once the answers under way have ended."""
         if self.claims.release(run) == "run" and self.run == run:
@@ -166,6 +384,12 @@ class Served:
 
     def close(self) -> None:
         self.engine.close()
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        async with self.gate.answering():
+            self.check_alive()
+            yield
 
     async def _swap(self, weights: dict[str, torch.Tensor], version: int, run: str | None, in_flight: bool) -> None:
         if in_flight:
@@ -210,7 +434,7 @@ class Served:
             old_engine.close()
 
     async def _restore_at_last(self, run: str) -> None:
-        """Tries until it has, or until another run's weights are here."""
+        """Tries until it succeeds, or until another run's weights are here."""
         while self.run == run and self.failed is None:
             try:
                 await self._restore(run)
@@ -220,7 +444,7 @@ class Served:
     async def _restore(self, run: str) -> None:
         async with self._one_reload:
             if self.run != run:
-                return  # another run's weights are here already
+                return
             if self._own_shape is None and self.policy.peft is not None:
                 nothing = {name: torch.zeros_like(tensor) for name, tensor in self.policy.named_weights()}
                 await self._swap(nothing, OWN_VERSION, None, in_flight=False)
@@ -241,9 +465,7 @@ def _copy_into(policy: Policy, weights: dict[str, torch.Tensor]) -> None:
 
 
 def failure(error: Exception) -> Refusal:
-    """What a client is told when the engine failed."""
+    """What the client gets to know about an error of the engine."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, EngineError):
-        return Refusal(503, f"the engine failed: {error}")
-    return Refusal(503, f"the engine failed: {type(error).__name__}")
+    return Refusal(503, f"the engine failed: {error if isinstance(error, EngineError) else type(error).__name__}")

@@ -1,16 +1,18 @@
-"""The bodies of requests, with their bounds, and what they ask in Podium's own records.
+"""The bodies of requests, with their bounds, and the records that they become.
 
-`Generate` is for users: prompts, each with one or several answers. `Rollouts` is for Podium's own client: single
-rollouts, each with its own sampling, by the codec. What no engine can answer is refused before an engine sees it.
+`Generate` is for users: prompts, each with one or several answers. Podium's own client sends `Rollouts`
+(remote/rollouts.py). Requests that no engine can answer are refused here.
 """
 
+import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.requests import Request as HttpRequest
 
 from podium.errors import InputError
 from podium.model.chat import render
@@ -18,6 +20,7 @@ from podium.records import Answer, PrefixGroup, Request, Sampling
 from podium.server.door import Refusal
 from podium.settings.contracts import Temperature
 
+T = TypeVar("T")
 MAX_ROLLOUTS = 16_384
 """In one call."""
 MAX_TEMPERATURE = 100.0
@@ -34,7 +37,7 @@ class Body(BaseModel):
 
 
 def _is_text(text: str) -> str:
-    """A lone surrogate is JSON, and no text: no tokenizer takes it."""
+    """JSON may contain a lone surrogate, which no tokenizer takes."""
     text.encode()
     return text
 
@@ -63,7 +66,7 @@ class Generate(Body):
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     seeds: Seeds | None = None
-    """One a rollout; by default random ones."""
+    """One per rollout; by default random ones."""
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
     temperature: Annotated[Temperature, Field(le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -71,7 +74,7 @@ class Generate(Body):
     stop_token_ids: list[Id] | None = None
     """By default the model's own; an empty list: none."""
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] = []
-    """Texts that end an answer; it is cut behind the token that completes one."""
+    """Texts that end an answer; the token that completes one is the last token."""
     stream: bool = False
     run: RunId | None = None
     """Who asks, where a run has claimed the engine."""
@@ -124,7 +127,7 @@ class Asked:
         return None not in self.answers
 
     def line(self, run: str | None) -> dict[str, Any]:
-        """All its answers as they go to the user."""
+        """All its answers, in the form for the user."""
         answers = [answer for answer in self.answers if answer is not None]
         return {
             "key": self.key,
@@ -148,10 +151,10 @@ class Show(Body):
 
 class Reload(Body):
     id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\z")]
-    """Name of a published folder right under the server's root."""
+    """Name of a published folder directly under the server's root."""
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
     in_flight: bool = False
-    """Swap at once, in the middle of answers, instead of letting them end first."""
+    """Swap in the middle of answers, instead of waiting for their end."""
     run: RunId | None = None
 
 
@@ -164,8 +167,27 @@ class ReleaseBody(Body):
     run: RunId
 
 
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Join(Body):
+    master_address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]{1,253}\z")]
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=2, le=4096)]
+    rank_offset: Annotated[int, Field(ge=1, le=4096)]
+    run: RunId | None = None
+
+
+class Receive(Body):
+    names: Annotated[list[Name], Field(min_length=1, max_length=10_000)]
+    dtype_names: list[Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)\z")]]
+    shapes: list[Annotated[list[Annotated[int, Field(ge=1, lt=1 << 40)]], Field(max_length=6)]]
+    version: Annotated[int, Field(ge=0, lt=1 << 40)]
+    run: RunId | None = None
+
+
 def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_context_tokens: int) -> None:
-    """What no engine can answer is refused at once, by the name of the request."""
+    """Refuses what no engine can answer, by the name of the request."""
     if len(named) > MAX_ROLLOUTS:
         raise Refusal(422, f"more than {MAX_ROLLOUTS} rollouts in one call")
     known: set[Any] = set()
@@ -202,7 +224,7 @@ def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
 
 
 def cut_at_texts(answer: Answer, tokenizer: Any, texts: Sequence[str]) -> Answer:
-    """The answer, ended behind the token that completes one of the texts."""
+    """The answer up to the token that completes one of the texts."""
     length = _length_to(tokenizer, answer.token_ids, texts) if texts else None
     if length is None:
         return answer
@@ -210,7 +232,7 @@ def cut_at_texts(answer: Answer, tokenizer: Any, texts: Sequence[str]) -> Answer
 
 
 def _length_to(tokenizer: Any, ids: Sequence[int], texts: Sequence[str]) -> int | None:
-    """Tokens up to the first that completes a text; more tokens never take a text away, so halving finds it."""
+    """Number of tokens up to the one that completes a text. More tokens never remove a text, so bisection finds it."""
 
     def holds(length: int) -> bool:
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
@@ -226,7 +248,25 @@ def _length_to(tokenizer: Any, ids: Sequence[int], texts: Sequence[str]) -> int 
 
 
 def explained(errors: Sequence[Mapping[str, Any]]) -> str:
-    """The first complaint: where and what, never the value."""
+    """The first error: where and what, never the value."""
     first = errors[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return f"{where}: {first['msg']}".removeprefix(": ")[:300]
+
+
+READ = ["GET", "HEAD"]
+"""Methods of a route that only reads. FastAPI does not add HEAD by itself."""
+
+
+async def unless_gone(request: HttpRequest, answers: Awaitable[T]) -> T:
+    """The answers; cancels them if the client goes away first."""
+    work, gone = asyncio.ensure_future(answers), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Refusal(503, "the client went away")
+        return await work
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)

@@ -1,8 +1,8 @@
 """What vLLM's workers show of their weights (model/evidence.py): functions that run inside a worker.
 
-An adapter is read from the slot that requests of this version use. Full weights are read as they lie. On a CPU vLLM
-packs a linear layer's weights in a form that cannot be read, so unit vectors go through its own kernel: each brings out
-one column, exactly. Which columns changes with the version.
+An adapter is read from the slot that requests of this version use. Full weights are read as they are stored. On a CPU
+vLLM packs a linear layer's weights in a form that cannot be read, so unit vectors go through its own kernel: each gives
+one column, exactly. The columns change with the version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NUM_COLUMNS = 4
 
 
 def held_adapter(engine: Any, adapter: Any, layers: Sequence[str], rank: int) -> Held:
-    """Of every worker of vLLM's engine: each must hold the halves of every layer."""
+    """Every worker of vLLM's engine must hold the same two halves of every layer."""
     if adapter is None:
         return Held({}, faults=("its requests carry no adapter",))
     workers: list[Halves] = engine.collective_rpc(adapter_halves, args=(adapter.lora_int_id, list(layers), rank))
@@ -36,14 +36,14 @@ def held_adapter(engine: Any, adapter: Any, layers: Sequence[str], rank: int) ->
 
 
 def held_full(engine: Any, shapes: Mapping[str, Sequence[int]], version: int) -> Held:
-    """Of the one worker that has the weights whole."""
+    """Of the one worker, which has complete weights."""
     [found] = engine.collective_rpc(full_weights, args=(dict(shapes), version))
     tensors = {name: shown(tensor, columns=columns) for name, (tensor, columns) in found.items()}
     return Held(tensors, unseen=tuple(name for name in shapes if name not in tensors))
 
 
 def adapter_halves(worker: Any, adapter_id: int, layers: Sequence[str], rank: int) -> Halves:
-    """A and scale·B of each layer that has them; with tensor parallelism from before they are cut among the GPUs."""
+    """A and scale·B of each layer that has them; with tensor parallelism, as they were before vLLM split them."""
     manager = worker.model_runner.lora_manager._adapter_manager
     names = _names_in_vllm(manager.model, layers)
     packed = {part: (whole, k) for whole, parts in manager.packed_modules.items() for k, part in enumerate(parts)}
@@ -68,7 +68,7 @@ def adapter_halves(worker: Any, adapter_id: int, layers: Sequence[str], rank: in
 def full_weights(
     worker: Any, shapes: Mapping[str, Sequence[int]], version: int
 ) -> dict[str, tuple[torch.Tensor, tuple[int, ...] | None]]:
-    """Tensors that can be read, each with the columns that they are of, or None where they are whole."""
+    """Tensors that can be read, each with its columns, or None if it is complete."""
     model = worker.model_runner.model
     names = _names_in_vllm(model, list(shapes))
     fused = getattr(model, "packed_modules_mapping", {})
@@ -107,7 +107,7 @@ def _shown(
 
 
 def columns_of(width: int, version: int) -> tuple[int, ...]:
-    """A few different ones, others for the next version."""
+    """A few different columns; the next version gets others."""
     count = min(NUM_COLUMNS, width)
     return tuple(sorted({(version * count + k) % width for k in range(count)}))
 

@@ -1,7 +1,7 @@
 """One stepping loop over vLLM for all requests.
 
-In: requests, at any time. Out: the final output of each, with the policy versions of its first and last token. All work
-is done on the device thread, one step at a time, so new weights come between two steps: a request under LoRA keeps the
+In: requests, at any time. Out: the final output of each, with the policy versions of its first and last token. The
+device thread does all work, one step at a time, so new weights come between two steps. A request under LoRA keeps the
 adapter that it began with; a request under full weights goes on with the new weights. An adapter is dropped once no
 request uses it.
 """
@@ -25,11 +25,11 @@ class Served:
 
     version: int
     salt: str
-    """Of the prefix cache: another for each load, so that no request is written from older weights' keys."""
+    """Of the prefix cache: a new one for each load, so no request uses keys of older weights."""
     adapter: Any = None
     """vLLM's LoRA request; None for full weights."""
     own_folder: bool = False
-    """Whether the adapter's folder was written for vLLM and goes with it."""
+    """Whether the adapter's folder was written for vLLM and is removed with the adapter."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Pending:
     served: Served | None = None
     """The weights that the request began with; None before vLLM has it."""
     first_version: int | None = None
-    """Of its first token, once the weights have changed after it; None: there was no change since."""
+    """Of its first token, if the weights have changed since; None if not."""
 
     def settle(self, outcome: Any) -> None:
         """In the event loop, with an output of vLLM, or the final output and its versions, or an error."""
@@ -60,7 +60,7 @@ class Pending:
         output, versions = outcome
         try:
             self._tell(output.outputs[0].token_ids)
-        except Exception as error:  # the listener's own, and nobody else's
+        except Exception as error:  # the listener's own
             self.finished.set_exception(error)
             return
         if versions is not None:
@@ -148,7 +148,7 @@ class SharedSteps:
                 raise
 
     def _step(self) -> list[tuple[Pending, Any]]:
-        """What one step of vLLM gave, for the event loop to hand out."""
+        """The outputs of one step of vLLM, for the event loop."""
         outcomes = self._add_new()
         for output in self._engine.step():
             pending = self._pending.get(output.request_id)
@@ -163,7 +163,7 @@ class SharedSteps:
         return outcomes
 
     def _add_new(self) -> list[tuple[Pending, Any]]:
-        """Gives vLLM what is new. A request that vLLM refuses fails alone."""
+        """Gives vLLM the new requests. One that vLLM refuses fails alone."""
         refused: list[tuple[Pending, Any]] = []
         while self._new:
             pending = self._new.popleft()
@@ -184,7 +184,7 @@ class SharedSteps:
         return now if pending.first_version is None else pending.first_version, now
 
     def _drop_unused(self) -> None:
-        """Takes out retired adapters that no request uses, with the folders that were written for them."""
+        """Removes retired adapters that no request uses, with the folders that were written for them."""
         if not self._retired:
             return
         used = {id(pending.served) for pending in self._pending.values()}

@@ -17,8 +17,8 @@ from typing import Any
 from podium.errors import RewardContractError, RewardFailedError
 from podium.records import Group, Prompt, Rollout
 from podium.remote.codec import decode, encode
-from podium.remote.fork_server import CallError, Child, DiedError, GarbledError, StartError
-from podium.remote.processes import how_it_ended, limit_processor_time
+from podium.remote.fork_server import CallError, Child, DiedError, GarbledError, StartError, how_it_ended
+from podium.remote.fork_server_process import limit_processor_time
 from podium.reward.isolation.workers import Workers
 from podium.reward.sandbox.inside.limits import hide_from_others
 from podium.reward.scoring.stage import Failed, Normalised, Outcome, Style, bound_reward, call_reward, late, style_of

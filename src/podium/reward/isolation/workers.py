@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from podium.remote.fork_server import Child, ForkServer, RemoteError, StartError
-from podium.remote.processes import Limits
-from podium.remote.relay import Relay
+from podium.remote.fork_server import Child, ForkServer, Relay, RemoteError, StartError
+from podium.remote.fork_server_process import Limits
 from podium.terminal import warn
 
 START_S = 120.0

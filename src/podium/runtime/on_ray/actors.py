@@ -259,7 +259,7 @@ class ActorGroup:
 
 
 class ActorWorker:
-    """The driver's end of an actor: what a pool asks of a worker besides its work (remote/pool_members.py)."""
+    """The driver's end of an actor: what a pool asks of a worker besides its work (remote/pool.py)."""
 
     def __init__(self, name: str, actor: Handle, about: Mapping[str, Any]) -> None:
         self.name, self.actor = name, actor

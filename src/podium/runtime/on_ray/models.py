@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from ray.util import get_node_ip_address
 
-from podium.engine.members.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
-from podium.engine.members.folder import PoolFolder
+from podium.engine.pool import PoolFolder
 from podium.errors import BusyError, EngineError, ReferenceLostError, TrainerLostError, WeightsError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
@@ -38,6 +37,7 @@ from podium.model.handoff import (
     write_files,
 )
 from podium.records import Answer, Batch, Request, UpdateResult
+from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
 from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, Call, Handle, RunActor, named
@@ -46,7 +46,7 @@ from podium.runtime.ranks.line import follow, join
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import ANSWER_S, FrozenReference, HostedTrainer
 from podium.server.door import Refusal
-from podium.server.worker import load_engine, make_served
+from podium.server.serve import load_engine, make_served
 from podium.settings.tables import Settings
 from podium.stages import OnTokens
 from podium.sync._delivery import Delivery
@@ -60,7 +60,7 @@ REFUSALS = {503: BusyError, 403: WeightsError, 404: WeightsError, 422: WeightsEr
 
 
 class RolloutActor(RunActor):
-    """`given` says which model and engine (server/worker.py)."""
+    """`given` says which model and engine (server/serve.py)."""
 
     def open(self, given: Mapping[str, Any]) -> None:
         self._given, self._folder = dict(given), PoolFolder()
@@ -163,7 +163,7 @@ class RolloutWorker(ActorWorker):
 
 
 class RolloutWorkers(EnginePool):
-    """All rollout workers as one engine (engine/members/engine_pool.py)."""
+    """All rollout workers as one engine (remote/engine_pool.py)."""
 
     policy_version: int | None
 

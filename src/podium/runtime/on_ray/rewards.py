@@ -10,8 +10,7 @@ from typing import Any
 
 from podium.records import Group
 from podium.remote.loop_thread import LoopThread
-from podium.remote.pool import OnEvent, Pool, RetriesError, Rules
-from podium.remote.pool_members import Limit, Member
+from podium.remote.pool import Limit, Member, OnEvent, Pool, RetriesError, Rules
 from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
 from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, RunActor

@@ -201,7 +201,7 @@ class RunActors:
             self._event(event, **details)
 
     def _engine_given(self) -> dict[str, Any]:
-        """What `load_engine` is given (server/worker.py)."""
+        """What `load_engine` is given (server/serve.py)."""
         settings = self._settings
         engine, precision = settings.engine, settings.trainer.options.get("precision")
         options = engine.model_dump(mode="json")

@@ -1,33 +1,32 @@
 """Many engines as one: a pool (remote/pool.py) whose members hold weights and answer requests.
 
-In: requests and weights. Out: answers. Used by `engine.name = "pool"` and by the rollout workers of the Ray runtime,
-which differ in how a member starts and in how weights reach it.
+In: requests and weights. Out: answers. `engine.name = "pool"` and the rollout workers of the Ray runtime use it; they
+differ in how a member starts and how weights reach it.
 
-The requests of a prefix group go to one member together, so that their prompt is computed once; those of an episode go
-where the episode began, as long as that member has room. When a member is lost, the rollouts that it had not finished
-are sent to another. A rollout that fails too often is an error, never a rollout without tokens.
+The requests of a prefix group go to one member together, which computes their prompt once. Those of an episode go to
+the member that began it, if that member has room. When a member is lost, another one gets the rollouts that it had not
+finished. A rollout that fails too often is an error, never a rollout without tokens.
 
-The rounding of an in-process engine on a CPU depends on the batch. So a pool of such members cuts the requests of one
-turn into batches, always in the same way; a member writes one batch at a time, and a batch is sent again whole.
+The rounding of an in-process engine on a CPU depends on the batch. So a pool of such members always cuts the requests
+of one turn into the same batches; a member writes one batch at a time, and a lost batch is sent again whole.
 
-Before a member serves, it has loaded the current weights, confirmed by version and hash, and it scores the probe of the
-last push as the other members did.
+Before a member serves, it loads the current weights, confirms version and hash, and scores the probe of the last push
+as the other members did.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from time import monotonic
 from typing import Any, Protocol
 
-from podium.engine.decoding.queue import check_room
 from podium.errors import EngineError, PodiumError, WeightsError
 from podium.model.evidence import Held, allowed_gap, is_among, mean_gap
 from podium.records import Answer, EngineTraits, Request, Sampling
 from podium.remote.loop_thread import LoopThread
-from podium.remote.pool import MISSES, OnEvent, Pool, RetriesError, Rules
-from podium.remote.pool_members import Limit, Member, Worker
+from podium.remote.pool import MISSES, Limit, Member, OnEvent, Pool, RetriesError, Rules, Worker
 from podium.remote.rollouts import Batching, all_or_none
 from podium.stages import OnTokens
 
@@ -57,7 +56,7 @@ class EngineMember(Member[EngineWorker]):
     policy_version: int | None = None
     """Of the weights that it confirmed; None before its first load."""
     loads: int = 0
-    """Rises when a load of weights begins and when it ends: odd in between."""
+    """Increases when a load of weights begins and when it ends, so it is odd during a load."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Weights:
 
 @dataclass
 class Probe:
-    """What members of a version answer to fixed tokens."""
+    """How members with the current weights score fixed tokens."""
 
     version: int
     token_ids: list[int]
@@ -81,7 +80,7 @@ class Probe:
 
 
 class EnginePool:
-    """The pool runs in a thread of its own. A subclass starts it (`_start`), and ends what the workers ran in."""
+    """The pool runs in a thread of its own. A subclass starts it (`_start`) and closes it."""
 
     traits = EngineTraits(channels=("adapter", "disk"), has_members=True, shows_weights=True)
 
@@ -101,9 +100,9 @@ class EnginePool:
         self.traits, self._on_event = traits, on_event
         self._batch_groups = batch_groups if traits.keeps_order else 1
         self._stalled_s, self._thread, self._pushing = stalled_s, LoopThread(), asyncio.Lock()
-        self._batching = Batching(lambda requests: self._thread.stream(self._answers(requests)))
+        self._batching = Batching(self._answers, self._batches)
         self._homes: dict[str, EngineMember] = {}
-        """Where each episode was written last."""
+        """The member that wrote each episode last."""
         self._weights: Weights | None = None
         self._probe: Probe | None = None
         self._shown: tuple[Held, ...] = ()
@@ -114,8 +113,6 @@ class EnginePool:
         self._pool: Pool[EngineMember] = Pool(rules, new_member, self._prepare, self._event, self._stalled)
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
-        if self.traits.max_context_tokens is not None:  # in a batch it would fail the others too
-            check_room(request, self.traits.max_context_tokens)
         return await self._batching.generate(request, on_tokens)
 
     def release(self, name: str) -> None:
@@ -132,11 +129,11 @@ class EnginePool:
         return scores[first]
 
     async def score_each(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
-        """By every member in service, by name: the proof of a push names the member that failed it."""
+        """By every member in service, by name, so that the check of a push can name the member at fault."""
         return await self._thread.call(self._score_each(list(token_ids)))
 
     async def held_each(self) -> dict[str, Held | None]:
-        """Checksums of the weights that every member in service samples with, by name; None: it cannot show them."""
+        """Checksums of the weights of every member in service, by name; None: a member cannot show them."""
         return await self._thread.call(self._held_each())
 
     async def _push(self, weights: Weights) -> None:
@@ -169,81 +166,79 @@ class EnginePool:
         self._shown = tuple(each for each in held.values() if each is not None)
         return held
 
-    async def _answers(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Answer]]:
-        """Each answer as it arrives, with the place of its request."""
-        arrived: asyncio.Queue[tuple[int, Answer] | BaseException] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._send(together, arrived)) for together in self._batches(requests)]
-        try:
-            for _ in requests:
-                thing = await arrived.get()
-                if isinstance(thing, BaseException):
-                    raise thing
-                yield thing
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _answers(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
+        """Each answer as it arrives, with the place of its request. The pool's thread sends the requests."""
+        here = asyncio.get_running_loop()
+        arrived: asyncio.Queue[tuple[int, Answer] | None] = asyncio.Queue()
 
-    def _batches(self, requests: Sequence[Request]) -> list[dict[int, Request]]:
-        """What goes to one member together, by place: prefix groups, several where members keep the order."""
-        groups: dict[Any, dict[int, Request]] = {}
+        def hand_over(place: int, answer: Answer) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed
+                here.call_soon_threadsafe(arrived.put_nowait, (place, answer))
+
+        sending = asyncio.ensure_future(self._thread.call(self._send(requests, hand_over)))
+        sending.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (item := await arrived.get()) is not None:
+                yield item
+            if sending.cancelled():
+                raise EngineError("the pool was closed before the engine answered")
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Which requests go to one member together: prefix groups, several where members keep the order."""
+        groups: dict[Any, list[int]] = {}
         for place, request in enumerate(requests):
             key = place if request.prefix_group is None else request.prefix_group.name
-            groups.setdefault(key, {})[place] = request
-        batches: list[dict[int, Request]] = []
-        for number, group in enumerate(groups.values()):
-            if number % self._batch_groups == 0:
-                batches.append({})
-            batches[-1].update(group)
-        return batches
+            groups.setdefault(key, []).append(place)
+        found, size = list(groups.values()), self._batch_groups
+        return [list(chain(*found[first : first + size])) for first in range(0, len(found), size)]
 
-    async def _send(self, requests: dict[int, Request], arrived: asyncio.Queue[Any]) -> None:
-        """To one member after the other until all are answered."""
-        work = _Work(requests, dict(requests), arrived)
-        one, episode = work.first.label, work.first.episode
+    async def _send(self, requests: list[Request], hand_over: Callable[[int, Answer], None]) -> None:
+        """Sends the requests to one member after the other until all are answered."""
+        missing, is_whole = dict(enumerate(requests)), self.traits.keeps_order
+        label, episode = requests[0].label, requests[0].episode
 
         async def ask(member: EngineMember) -> None:
+            """All that is missing; the whole batch, where members keep the order."""
+            started, longest, asked = monotonic(), 1, dict(missing)
             if episode is not None:
                 self._homes[episode] = member
-            await self._ask(member, work)
+            if is_whole:
+                asked = dict(enumerate(requests))
+            elif len(missing) < len(requests):  # another member has a part of the prefix group
+                asked = {place: replace(request, prefix_group=None) for place, request in missing.items()}
 
-        def size() -> int:
-            return len(work.requests if self.traits.keeps_order else work.missing)
+            async def write(place: int, request: Request) -> None:
+                nonlocal longest
+                answer = await member.worker.engine.generate(request)
+                longest = max(longest, len(answer.token_ids))
+                if missing.pop(place, None) is not None:
+                    hand_over(place, answer)
+                    if not is_whole:
+                        self._pool.members.release(member, 1)
 
-        def details() -> Mapping[str, Any]:
-            return {"request": one, "rollouts": len(work.missing)}
+            await all_or_none(write(place, request) for place, request in asked.items())
+            is_wanted = self._pool.members.waiting_since is not None
+            member.limit.finished(monotonic() - started, longest, len(asked), is_wanted)
 
         try:
-            await self._pool.send(size, ask, details, self._homes.get(episode or ""))
-        except RetriesError as error:
-            given_up = EngineError(
-                f"{one}: {len(work.missing)} rollouts were given up after {len(error.reasons)} members failed at them "
-                f"(engine.max_redispatches = {self._pool.rules.max_redispatches}): {error}"
+            await self._pool.send(
+                lambda: len(requests if is_whole else missing),
+                ask,
+                lambda: {"request": label, "rollouts": len(missing)},
+                self._homes.get(episode or ""),
             )
-            arrived.put_nowait(given_up)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            arrived.put_nowait(error)
-
-    async def _ask(self, member: EngineMember, work: "_Work") -> None:
-        """All that is missing, of one member; the whole batch, where members keep the order."""
-        started, longest, is_whole = monotonic(), 1, self.traits.keeps_order
-
-        async def write(place: int, request: Request) -> None:
-            nonlocal longest
-            answer = await member.worker.engine.generate(request)
-            longest = max(longest, len(answer.token_ids))
-            if work.take(place, answer) and not is_whole:
-                self._pool.members.release(member, 1)
-
-        asked = work.requests if is_whole else work.rest()
-        await all_or_none(write(place, request) for place, request in asked.items())
-        is_wanted = self._pool.members.waiting_since is not None
-        member.limit.finished(monotonic() - started, longest, len(asked), is_wanted)
+        except RetriesError as error:
+            raise EngineError(
+                f"{label}: {len(missing)} rollouts were given up after {len(error.reasons)} members failed at them "
+                f"(engine.max_redispatches = {self._pool.rules.max_redispatches}): {error}"
+            ) from None
 
     async def _load_all(self, weights: Weights) -> bool:
-        """Whether the push holds. Members that did not confirm it while others did are replaced; if all reject the
+        """Whether the push succeeded. Members that did not confirm it while others did are replaced. If all reject the
         weights, the weights are at fault."""
         answers = await self._pool.broadcast(list(self._pool.members), lambda member: self._load(member, weights))
         failed = {member: error for member, error in answers.items() if error is not None}
@@ -268,7 +263,7 @@ class EnginePool:
         member.policy_version = weights.version
 
     async def _prepare(self, member: EngineMember) -> Mapping[str, Any]:
-        """Loads the current weights, and compares the member with the others where their answers are known; again if
+        """Loads the current weights and compares the member with the others, if their scores are known. Repeats this if
         either changed meanwhile."""
         proven: tuple[Weights | None, Probe | None] = (None, None)
         while proven != (self._weights, self._probe):
@@ -295,8 +290,8 @@ class EnginePool:
             raise EngineError(f"{said}, but its logprobs differ from the others' by {gap:.2e} on average")
 
     async def _stalled(self, member: EngineMember) -> str:
-        """Returns once the member does not generate any more. A large batch may be before the one token that is asked
-        for. Loading weights has a limit of its own and is no stall."""
+        """Returns once the member does not generate any more. A large batch may delay the one token that is asked for.
+        A load of weights has its own limit and does not count."""
         limit_s, misses = self._stalled_s, 0
         while True:
             loads = member.loads
@@ -330,31 +325,3 @@ class EnginePool:
     def _event(self, kind: str, **details: Any) -> None:
         with suppress(OSError):  # a full disk is reported by the writers whose files must not be missed
             self._on_event(kind, **details)
-
-
-@dataclass
-class _Work:
-    """Requests that go to one member together."""
-
-    requests: dict[int, Request]
-    """By their places."""
-    missing: dict[int, Request]
-    """Those without an answer."""
-    arrived: asyncio.Queue[Any]
-
-    @property
-    def first(self) -> Request:
-        return next(iter(self.requests.values()))
-
-    def rest(self) -> dict[int, Request]:
-        """What is missing; without its prefix group once a part of the group has gone to another member."""
-        if len(self.missing) < len(self.requests):
-            return {place: replace(request, prefix_group=None) for place, request in self.missing.items()}
-        return dict(self.missing)
-
-    def take(self, place: int, answer: Answer) -> bool:
-        """Whether the answer is the first to its request."""
-        is_first = self.missing.pop(place, None) is not None
-        if is_first:
-            self.arrived.put_nowait((place, answer))
-        return is_first
