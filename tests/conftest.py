@@ -1,5 +1,6 @@
 """Shared fixtures: small settings of the embedded task, and a run of them."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
     here = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(here).as_posix(), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Every run in this process would otherwise collect garbage among all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:
