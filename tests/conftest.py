@@ -34,12 +34,13 @@ def one_process() -> Iterator[None]:
 
 LONGEST = (
     "runtime/test_ray.py",
-    "engine/test_contract.py",
-    "chaos/test_equal_resumes.py",
-    "runtime/test_ranks.py",
     "engine/test_pool_faults.py",
+    "runtime/test_ranks.py",
+    "runtime/test_trainers.py",
+    "engine/test_contract.py",
     "chaos/test_async.py",
     "chaos/test_syscalls.py",
+    "chaos/test_equal_resumes.py",
     "chaos/test_kills.py",
     "engine/test_vllm_local.py",
     "test_demo.py",
