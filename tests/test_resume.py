@@ -16,13 +16,10 @@ from tests import commands
 from tests.conftest import small_tables
 
 STEPS = 6
-SCHEDULES = {
-    "lora": {},
+SCHEDULES = {  # besides those of chaos/test_kills.py
     "full weights": {"lora": False},
     "lora, windows of 2": {"sync_every": 2},
-    "full weights, windows of 2": {"lora": False, "sync_every": 2},
     "lora, never synced": {"sync_every": 0},
-    "lora with a random loss": {"loss": "tests.chaos.parts:noisy_loss"},
     "short epochs": {"max_rows": 7},
     "full weights, never synced": {"lora": False, "sync_every": 0},
     "refilled": {"filter": {"refill": True}},
@@ -44,8 +41,6 @@ def write_settings(folder: Path, schedule: dict[str, Any], *, steps: int = STEPS
     if schedule.get("lora") is False:
         tables["model"]["lora"] = False
         tables["trainer"]["lr"] = 1e-4
-    if "loss" in schedule:
-        tables["loss"] = {"name": schedule["loss"]}
     if "filter" in schedule:
         tables["filter"] = schedule["filter"]
     if "max_rows" in schedule:

@@ -63,13 +63,26 @@ class FrozenObjects:
     def fail(self) -> None: ...
 
 
-def test_the_collector_leaves_alone_what_was_there_before_the_loop(tmp_path: Path) -> None:
-    tables = small_tables(tmp_path / "run", steps=2)
+def frozen_objects(folder: Path) -> list[int]:
+    """When the run starts, at its two steps, and when it has ended."""
+    FrozenObjects.counted.clear()
+    tables = small_tables(folder, steps=2)
     train(Settings.from_dict({**tables, "report": [{"name": "tests.test_run:FrozenObjects"}]}))
-    *in_the_loop, afterwards = FrozenObjects.counted
+    return FrozenObjects.counted
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_loop(tmp_path: Path) -> None:
+    gc.unfreeze()  # tests/conftest.py has excluded it for all tests
+    *in_the_loop, afterwards = frozen_objects(tmp_path / "run")
+    gc.freeze()
     assert len(in_the_loop) == 3
     assert all(count > 100_000 for count in in_the_loop)
     assert afterwards == 0
+
+
+def test_what_the_process_has_excluded_from_collection_stays_excluded(tmp_path: Path) -> None:
+    assert gc.get_freeze_count() > 100_000
+    assert min(frozen_objects(tmp_path / "run")) > 100_000
 
 
 def test_a_run_that_made_all_its_steps_has_nothing_to_explain(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ name = "arithmetic"
 [engine]
 name = "pool"
 """
+LOCAL = SETTINGS.replace('[engine]\nname = "pool"\n', "")
+"""The same run with the engine in its own process."""
 
 
 @dataclass

@@ -21,6 +21,7 @@ from podium.model.load import Policy, load_policy
 from podium.records import Answer, Request, Sampling
 from podium.settings.lookup import find
 from podium.settings.tables import Model
+from tests.commands import VLLM
 from tests.engine.user_engine import MyEngine
 from tests.server.serving import serving
 
@@ -45,9 +46,10 @@ def behind_a_server(inner: str, **options: Any) -> Callable[[Policy], AbstractCo
     @contextmanager
     def start(policy: Policy) -> Iterator[Any]:
         flags = [f"--engine.{key}={json.dumps(value)}" for key, value in options.items()]
+        modules = VLLM if inner == "vllm_local" else ()
         with (
             tempfile.TemporaryDirectory() as folder,
-            serving(Path(folder), "--engine", inner, "--model.device=cpu", *flags) as server,
+            serving(Path(folder), "--engine", inner, "--model.device=cpu", *flags, modules=modules) as server,
             closing(find("engine", "vllm_server")(policy, **server.engine_options)) as engine,
         ):
             yield engine
@@ -78,17 +80,22 @@ class Row:
     """What becomes of it when it dies, and how it is mended; None: other processes' deaths have tests of their own."""
     needs: str | None = None
     """A package without which it cannot run."""
+    lora: tuple[bool, ...] = (False, True)
+    """One of them where engine and transport have shown the other one already, each by itself."""
 
 
 ENGINES = {
     "inprocess": Row(in_this_process("inprocess"), no_next_token),
     "vllm_local": Row(in_this_process("vllm_local", eager=True, concurrency=16), no_next_token, needs="vllm"),
     "vllm_server over inprocess": Row(behind_a_server("inprocess")),
-    "vllm_server over vllm_local": Row(behind_a_server("vllm_local", eager=True, concurrency=16), needs="vllm"),
+    "vllm_server over vllm_local": Row(
+        behind_a_server("vllm_local", eager=True, concurrency=16), needs="vllm", lora=(True,)
+    ),
     "pool of inprocess": Row(in_this_process("pool")),
     "pool of vllm_local": Row(
         in_this_process("pool", of="vllm_local", replicas=(1, 1), member={"eager": True, "concurrency": 16}),
         needs="vllm",
+        lora=(False,),
     ),
     "a user's engine": Row(in_this_process(f"{Path(__file__).parent}/user_engine.py:MyEngine")),
 }
@@ -127,7 +134,7 @@ class Tried(Bench):
                     parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-@pytest.fixture(scope="module", params=[(name, lora) for name in ENGINES for lora in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=[(name, lora) for name, row in ENGINES.items() for lora in row.lora], ids=str)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tried]:
     name, lora = request.param
     row = ENGINES[name]

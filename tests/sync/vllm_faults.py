@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from typing import Any
 
 import torch
@@ -45,5 +44,5 @@ async def found(dtype: str) -> dict[str, Any]:
     return results
 
 
-if __name__ == "__main__":
-    print("FOUND" + json.dumps(asyncio.run(found(sys.argv[1]))), flush=True)
+def main(dtype: str) -> None:
+    print("FOUND" + json.dumps(asyncio.run(found(dtype))), flush=True)

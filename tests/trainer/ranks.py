@@ -1,11 +1,13 @@
 """Two real processes in a gloo group, and the jobs that they do; the same jobs run alone in the test's own process."""
 
 import asyncio
-import multiprocessing
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from podium.model.forward import PlacedBatch, place
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
 from podium.trainer._update import check_ids, gradients_of_update, sum_gradients, sum_over_ranks, together
+from tests.commands import ROOT, ForkServer, fork_server
 
 OBJECTIVES = {
     "grpo, tokens": Objective(grpo, "tokens", correction=Correction()),
@@ -242,18 +245,25 @@ def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks
                 pass
 
 
+def ranks_server() -> ForkServer:
+    """Has imported what ranks need: DeepSpeed takes seconds, in each of them."""
+    return fork_server(*(["deepspeed"] if find_spec("deepspeed") else []))
+
+
 class Pair:
-    """Ranks 0 and 1. They meet in a file, so no port has to be free."""
+    """Ranks 0 and 1, forked from a process that has imported torch. They meet in a file, so no port has to be free."""
 
     def __init__(self, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipes, theirs = zip(*(spawn.Pipe() for _ in range(2)), strict=True)
-        self.processes = [
-            spawn.Process(target=_serve, args=(rank, str(folder / "meeting"), pipe), daemon=True)
-            for rank, pipe in enumerate(theirs)
-        ]
-        for process in self.processes:
-            process.start()
+        log, self.processes, self._pipes = folder / "ranks.log", [], []
+        with (
+            tempfile.TemporaryDirectory(prefix="pair-", dir="/tmp") as short,  # a socket's path is at most 107 bytes
+            Listener(f"{short}/socket", "AF_UNIX") as listener,
+        ):
+            for rank in (0, 1):
+                given = [rank, str(folder / "meeting"), listener.address]
+                job = {"call": "tests.trainer.ranks:serve", "given": given}
+                self.processes.append(ranks_server().start(stdout=log, stderr=log, folder=ROOT, **job))
+                self._pipes.append(listener.accept())
 
     def start(self, rank: int, job: Any, *args: Any) -> None:
         self._pipes[rank].send((job, args))
@@ -271,19 +281,21 @@ class Pair:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join()
+            process.wait(60)
         for pipe in self._pipes:
             pipe.close()
 
 
-def _serve(rank: int, meeting: str, pipe: Any) -> None:
+def serve(rank: int, meeting: str, socket: str) -> None:
+    """One rank of a pair, until it is killed."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    torch.set_num_threads(1)
-    wait = timedelta(seconds=PATIENCE_S)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=wait)
-    while True:
-        job, args = pipe.recv()
-        try:
-            pipe.send(job(*args))
-        except Exception as error:
-            pipe.send(error)
+    with Client(socket, "AF_UNIX") as pipe:
+        torch.set_num_threads(1)
+        wait = timedelta(seconds=PATIENCE_S)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=wait)
+        while True:
+            job, args = pipe.recv()
+            try:
+                pipe.send(job(*args))
+            except Exception as error:
+                pipe.send(error)

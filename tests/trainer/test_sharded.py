@@ -1,7 +1,9 @@
 """Trainers that spread their weights over two ranks do what `single` does in one process, and share its checkpoint."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from podium.records import ReferenceSettings
 from podium.settings.lookup import find, option_fields
 from podium.settings.tables import Model
 from podium.trainer.single import Single
+from tests.conftest import RANKS
 from tests.trainer.ranks import Pair, sharded_steps, step_without_memory
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +59,30 @@ def on_two(pair: Pair, kind: tuple[str, dict], lora: bool, folder: Path, start: 
 
 def alone(lora: bool, folder: Path, start: str | None = None) -> dict[str, Any]:
     folder.mkdir()
-    return sharded_steps("single", {}, lora, str(folder), start)
+    try:
+        return sharded_steps("single", {}, lora, str(folder), start)
+    finally:
+        for name in RANKS:
+            os.environ.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Two steps of one process, and two more from its checkpoint."""
+
+    folder: Path
+    first: dict[str, Any]
+    go_on: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["lora", "full"])
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Alone]:
+    """Whether it trains an adapter, and what one process makes of it."""
+    lora, folder = request.param, tmp_path_factory.mktemp("alone")
+    first = alone(lora, folder / "one")
+    go_on = alone(lora, folder / "one-on", str(folder / "one" / "state.safetensors"))
+    assert go_on["weights"] != first["weights"]
+    return lora, Alone(folder / "one", first, go_on)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -72,22 +98,20 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
                 assert mine[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_two_ranks_train_as_one_process_and_each_takes_the_others_checkpoint(
-    pair: Pair, kind: tuple[str, dict], lora: bool, tmp_path: Path
+    pair: Pair, expected: tuple[bool, Alone], kind: tuple[str, dict], tmp_path: Path
 ) -> None:
-    one, two = alone(lora, tmp_path / "one"), on_two(pair, kind, lora, tmp_path / "two")
-    assert_same(two, one)
+    lora, one = expected
+    two = on_two(pair, kind, lora, tmp_path / "two")
+    assert_same(two, one.first)
     assert two["offloaded"] == kind[1].get("offload", False)
-    go_on = alone(lora, tmp_path / "one-on", str(tmp_path / "one" / "state.safetensors"))
-    assert go_on["weights"] != one["weights"]
-    assert_same(alone(lora, tmp_path / "two-on-one", str(tmp_path / "two" / "state.safetensors")), go_on)
-    one_on_two = on_two(pair, kind, lora, tmp_path / "one-on-two", str(tmp_path / "one" / "state.safetensors"))
-    assert_same(one_on_two, go_on)
+    assert_same(alone(lora, tmp_path / "two-on-one", str(tmp_path / "two" / "state.safetensors")), one.go_on)
+    one_on_two = on_two(pair, kind, lora, tmp_path / "one-on-two", str(one.folder / "state.safetensors"))
+    assert_same(one_on_two, one.go_on)
     file = "adapter_model.safetensors" if lora else "model.safetensors"
-    written, expected = (load_file(Path(result["model"]) / file) for result in (two, one))
-    assert written.keys() == expected.keys()
-    assert all(torch.allclose(written[name], expected[name], atol=TOLERANCE) for name in expected)
+    written, theirs = (load_file(Path(result["model"]) / file) for result in (two, one.first))
+    assert written.keys() == theirs.keys()
+    assert all(torch.allclose(written[name], theirs[name], atol=TOLERANCE) for name in theirs)
 
 
 @pytest.mark.parametrize(

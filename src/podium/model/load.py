@@ -7,8 +7,10 @@ copy (on a CPU it packs some of them again). The twin differs only in having no 
 import copy
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -287,8 +289,22 @@ def _refuse_idle_rank(model: PreTrainedModel, rank: int) -> None:
         )
 
 
+@contextmanager
+def _bitsandbytes_hidden() -> Iterator[None]:
+    """PEFT imports bitsandbytes if it is installed, for quantised layers that no policy has: more than a second."""
+    if "bitsandbytes" in sys.modules:
+        yield
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # which is how Python marks what is not there
+    try:
+        yield
+    finally:
+        del sys.modules["bitsandbytes"]
+
+
 def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
+    with _bitsandbytes_hidden():
+        from peft import LoraConfig, get_peft_model
 
     _refuse_idle_rank(model, lora.r)
     config = LoraConfig(
@@ -300,7 +316,8 @@ def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
     head = model.get_output_embeddings()
     try:
         _keep_to_text_model(model, config)
-        peft = get_peft_model(model, config)  # type: ignore[arg-type]
+        with _bitsandbytes_hidden():
+            peft = get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -353,9 +370,10 @@ def _base_of(layer: torch.nn.Module) -> Any:
 
 
 def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
-    from peft import PeftModel
+    with _bitsandbytes_hidden():
+        from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
 def _warn_of_shorter_context(config: Any, name: str) -> None:

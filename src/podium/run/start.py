@@ -324,7 +324,11 @@ def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
 @contextmanager
 def _old_objects_left_alone() -> Iterator[None]:
     """Excludes existing objects, mostly libraries, from garbage collection: scanning them takes a quarter of a second
-    each time. Afterwards they are included again, so that a model is freed with its run."""
+    each time. Afterwards they are included again, so that a model is freed with its run. A process that has excluded
+    its libraries itself is left as it is."""
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

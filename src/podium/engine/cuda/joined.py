@@ -10,6 +10,8 @@ Nothing is held twice: a layer that shares its weight with the trainer's keeps s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import linear
 
@@ -86,7 +88,7 @@ class Joined(torch.nn.Module):
     b: torch.Tensor | None
     """`[outputs, inner]`, the B halves as blocks."""
 
-    def _join(self, name: str, parts: list[torch.nn.Parameter], others: list[torch.Tensor]) -> None:
+    def _join(self, name: str, parts: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
         whole = torch.cat([*(part.detach() for part in parts), *others])
         self.register_buffer(name, whole, persistent=False)
         for part, own in zip(parts, whole[: sum(self.sizes)].split(self.sizes), strict=True):
