@@ -30,7 +30,7 @@ def test_1000_clients_during_reloads_get_one_version_each(server: Running, tmp_p
         await asyncio.sleep(random.Random(number).random() * 3)
         if number % 10 == 0:  # one who goes away in the middle
             try:
-                await client.post("/generate", json=body, timeout=0.05)
+                await client.post("/generate", json=body, timeout=httpx.Timeout(240, read=0.05))
             except httpx.TimeoutException:
                 statuses["gone"] += 1
             return
