@@ -2,9 +2,6 @@
 traceback, nothing written, within seconds."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 
 import podium.runtime.local  # noqa: F401  importing torch is not part of a refusal's time
 from podium import cli
+from tests import commands
 
 MAX_S = 5.0
 
@@ -217,10 +215,7 @@ def test_the_corpus_has_the_size_that_is_asked_for() -> None:
 def test_a_process_that_is_given_bad_rows_ends_with_2(here: Path, command: str) -> None:
     (here / "rows.jsonl").write_bytes(BAD_FILES["half a surrogate pair"][0])
     (here / "bad.toml").write_text(SETTINGS + SOURCE + REWARD)
-    arguments = [sys.executable, "-m", "podium.cli", command, "bad.toml"]
-    done = subprocess.run(
-        arguments, cwd=here, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60
-    )
+    done = commands.podium(command, "bad.toml", folder=here)
     assert (done.returncode, done.stdout) == (2, "")
     first, second = done.stderr.splitlines()
     assert first == "podium: rows.jsonl has 1 bad row; fix or remove it:"

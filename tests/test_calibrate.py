@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from podium import Settings
 from podium.check.calibrate import Candidate, choose_engine, measure, pick, without_auto
 from podium.errors import InputError
 from podium.run.start import evaluate, train
+from tests.commands import podium
 
 TABLES = {
     "run": {"steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2},
@@ -110,10 +109,7 @@ def test_an_evaluation_is_too_short_to_measure_for() -> None:
 
 
 def test_a_server_wants_a_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from podium.cli import console; console()", "serve", "embedded"]
-    ended = subprocess.run(
-        [*command, "--uds", str(tmp_path / "s"), "--engine", "auto"], capture_output=True, text=True, timeout=120
-    )
+    ended = podium("serve", "embedded", "--uds", str(tmp_path / "s"), "--engine", "auto")
     assert ended.returncode == 2
     assert "engine.name = 'auto' is for `podium train`; here name one: inprocess, vllm_local" in ended.stderr
 

