@@ -100,7 +100,12 @@ async def _dry_run(
     """Runs a few prompts through the real engine and rewards, then a short step if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
     with closing(
-        make_engine(fitted(settings, max(data.lengths)), policy, snapshot=settings.plan.needs_snapshot)
+        make_engine(
+            fitted(settings, max(data.lengths)),
+            policy,
+            snapshot=settings.plan.needs_snapshot,
+            cache_bytes=memory.cache_limit,
+        )
     ) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")

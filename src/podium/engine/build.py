@@ -47,12 +47,18 @@ def fitted(settings: Settings, longest_prompt: int) -> Settings:
 
 
 def make_engine(
-    settings: Settings, policy: Policy, *, snapshot: bool, on_event: Callable[..., None] | None = None
+    settings: Settings,
+    policy: Policy,
+    *,
+    snapshot: bool,
+    on_event: Callable[..., None] | None = None,
+    cache_bytes: int | None = None,
 ) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` receives the engine's events.
+    `cache_bytes` is what the memory plan leaves for keys and values; None where nothing is trained on the same device.
 
-    `compute_dtype`, `overlaps`, `in_flight` and `on_event` go to a constructor that has a parameter of that name; their
-    meaning stands at `podium.stages.Engine`.
+    `compute_dtype`, `overlaps`, `in_flight`, `cache_bytes` and `on_event` go to a constructor that has a parameter of
+    that name; their meaning stands at `podium.stages.Engine`.
     """
     make = find("engine", settings.engine.name)
     precision = settings.trainer.options.get("precision", "float32")
@@ -60,6 +66,7 @@ def make_engine(
         "compute_dtype": None if precision == "float32" else getattr(torch, precision),
         "overlaps": settings.run.max_lag > 0,
         "in_flight": settings.run.in_flight,
+        "cache_bytes": cache_bytes,
         "on_event": on_event or ignore_event,
     }
     taken = inspect.signature(make).parameters

@@ -114,9 +114,9 @@ class SingleTurn:
             else:
                 fault = answer_fault(answer, self._sampling, self._vocabulary)
                 if fault is None:
-                    return _Outcome(self._made(answer, index, seed), num_retries)
+                    return _Outcome(self._made(answer, index, seed), num_retries, answer.num_pauses)
                 if num_retries == self._max_retries:
-                    return _Outcome(None, num_retries, f"{prompt.label}: {fault}")
+                    return _Outcome(None, num_retries, failure=f"{prompt.label}: {fault}")
                 num_retries += 1
             request = replace(request, prefix_group=None)  # the engine counts the requests of a group
 
@@ -142,6 +142,8 @@ class _Outcome:
     rollout: Rollout | None
     num_retries: int
     """Times that it was asked for again because an answer could not be right."""
+    num_pauses: int = 0
+    """Times that the engine paused it."""
     failure: str = ""
     """Why there is no rollout."""
 
@@ -190,7 +192,8 @@ class _Writing:
         if failure := next((outcome.failure for outcome in outcomes if outcome.failure), ""):
             return Group(self.prompt, (), num_retries=num_retries), failure
         rollouts = tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
-        return Group(self.prompt, rollouts, num_retries=num_retries), ""
+        num_pauses = sum(outcome.num_pauses for outcome in outcomes)
+        return Group(self.prompt, rollouts, num_retries=num_retries, num_pauses=num_pauses), ""
 
 
 def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:

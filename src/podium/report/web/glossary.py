@@ -100,6 +100,13 @@ REWARD = Chapter(
             "answer tokens divided by `time/engine_s`; absent if the engine generated nothing since the last report",
         ),
         Metric(
+            "engine/paused",
+            "times that the in-process engine on a GPU paused a rollout of the step, because there was no memory left "
+            "for its keys and values; it was continued later",
+            "far above the number of rollouts: tokens are computed again and again; lower `engine.concurrency` or "
+            "`pack.max_tokens_per_batch`",
+        ),
+        Metric(
             "advantage/abs_mean",
             "mean of abs(advantage) over the rollouts of trained groups",
             "near 0: the rewards within a group hardly differ",
