@@ -222,8 +222,8 @@ def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
         f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
         f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
         f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
-        f"key-value cache {_size(plan.cache)} for {num_slots(settings)} rollouts of {plan.longest_document} tokens, "
-        "prompts too",
+        f"key-value cache {_size(plan.cache)} for up to {num_slots(settings)} rollouts at a time, "
+        f"{plan.longest_document} tokens at most with their prompts",
         f"a batch of {plan.largest_batch:,} tokens {_size(batch)} "
         f"({_size(plan.per_token)} a token{', with gradient checkpointing' if plan.gradient_checkpointing else ''}), "
         f"logits {_size(plan.logits)}",
