@@ -13,20 +13,23 @@ import torch
 def flash_decode() -> None:
     from podium.engine.cuda.decode_attention import decode_attention
     from podium.engine.cuda.flash_decode import flash_decode
+    from podium.engine.cuda.pages import PAGE
 
-    where = [torch.tensor(row) for row in ([6, 0, 2, 3], [0, 31, 32, 100], [0, 0, 1, 2], [1, 1, 33, 64])]
+    tables = torch.randperm(29)[:28].view(7, 4).int()  # four pages for each of seven slots
+    tables[0, :1] = tables[6, :1]  # a prompt that two slots share
+    where = [tables, *(torch.tensor(row) for row in ([6, 0, 2, 3], [0, 63, 64, 100], [64, 64, 33, 128]))]
     for dim, key_heads, group, window in ((64, 3, 3, 0), (64, 3, 3, 50), (128, 1, 2, 0), (48, 1, 18, 0)):
-        slots, prompts = (7, 128, key_heads, dim), (3, 64, key_heads, dim)
+        pages = (29, PAGE, key_heads, dim)
         product = torch.randn(
             4, (group + 2) * key_heads, dim
         )  # of queries, keys and values, which are parts of its rows
         own = list(product.split([group * key_heads, key_heads, key_heads], 1))
-        plain = [*own, *(torch.randn(shape) for shape in (slots, slots, prompts, prompts))]
+        plain = [*own, *(torch.randn(shape) for shape in (pages, pages))]
         interpreted = [*own, *(each.clone() for each in plain[3:])]
         expected = decode_attention(*plain, *where, dim**-0.5, window)
         found = flash_decode(*interpreted, *where, dim**-0.5, window)
         assert torch.allclose(found, expected, atol=1e-5)
-        assert all(map(torch.equal, interpreted, plain))  # the caches among them, with their new columns
+        assert all(map(torch.equal, interpreted, plain))  # the pages among them, with their new columns
 
 
 def softmax_rows() -> None:

@@ -188,6 +188,8 @@ class Answer:
     finish_reason: FinishReason
     policy_versions: tuple[int, int]
     """Of the weights that wrote the first token, and of those that wrote the last token."""
+    num_pauses: int = 0
+    """Times that the engine took its memory for others; it then computed the tokens again and went on."""
     digest: str = field(init=False)
     """Fingerprint of the ids, taken here, where they are as sampled."""
 
@@ -279,6 +281,8 @@ class Group:
     """Seconds from submission to reward, including queueing."""
     num_retries: int = 0
     """Most times that one of its rollouts was asked for again because an answer could not be right."""
+    num_pauses: int = 0
+    """Times that an engine paused one of its rollouts for lack of memory, all rollouts together."""
 
     @property
     def trainable(self) -> list[int]:

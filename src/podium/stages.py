@@ -59,7 +59,8 @@ class Engine(Protocol):
     outstanding. Random numbers depend on the request's seed alone. Its constructor takes the policy and whether the
     engine needs a snapshot of the weights, and by these names, where it has them: `compute_dtype`, the precision of the
     trainer's matrix products; `overlaps`, whether it may write while the trainer steps; `in_flight`, whether weights
-    may change while it writes; `on_event`, which reports what happens to it.
+    may change while it writes; `cache_bytes`, the memory that its keys and values may take; `on_event`, which reports
+    what happens to it.
     """
 
     traits: EngineTraits

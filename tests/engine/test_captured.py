@@ -11,12 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from podium.engine.cuda import captured as module
+from podium.engine.cuda import decode_attention, decode_step, pages
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.joined import join_weights
 from podium.engine.decoding.plain import PackedLinear
 from podium.engine.decoding.queue import Arrivals, Job, decode_now
 from podium.engine.decoding.trial import captured_gap, small_policy
 from podium.engine.inprocess import Inprocess
+from podium.errors import InputError
 from podium.model import attention
 from podium.model.load import Policy, twin_of
 from podium.model.memory import cache_elements_per_token
@@ -104,25 +106,164 @@ def test_a_prompt_goes_through_the_model_once_even_if_its_group_does_not_fit() -
     assert sum(columns for columns in rows if columns > 1) == sum(len(each.token_ids) for each in requests(3, 1))
 
 
-def test_fewer_rollouts_at_once_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = decoder().reserve(requests(9, 8)).capacity.slots
-    monkeypatch.setattr(module, "device_bytes", lambda device: 2e7)
-    tight = decoder()
-    step = tight.reserve(requests(9, 8))
-    assert step.capacity.slots < slots
-    assert step.capacity.cache_bytes(4 * cache_elements_per_token(policy().twin), policy().vocabulary) <= 0.3 * 2e7
-    assert_as_plain(tight, requests(9, 8))
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of four tokens, so that short answers take several."""
+    for each in (pages, decode_attention, decode_step, module):
+        monkeypatch.setattr(each, "PAGE", 4)
 
 
-def test_room_for_longer_answers_never_takes_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many slots for short answers, then a few long ones: not many slots for long answers."""
-    monkeypatch.setattr(module, "device_bytes", lambda device: 4e7)
-    made, per_token = decoder(), 4 * cache_elements_per_token(policy().twin)
-    made.reserve(requests(9, 8))
-    for longest in (24, 200, 24):
+def short_of_pages(num_pages: int, asked: list[Request], model=None) -> CapturedDecoder:
+    """A decoder with eight slots and so many pages for these requests, the spare page aside."""
+    model = model or policy().twin
+    ample = decoder(8, model)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    capacity = replace(ample.reserve(asked).capacity, pages=num_pages + 1)
+    budget = capacity.cache_bytes(ample._bytes_per_token, vocabulary)
+    made = CapturedDecoder(model, 8, None, lambda: 3, budget)
+    assert made.reserve(asked).capacity == capacity
+    return made
+
+
+def assert_no_page_lost(made: CapturedDecoder) -> None:
+    """All pages are free but those of prompts whose groups may still go on."""
+    kept = [page for place in made._roster._places.values() for page in place.pages]
+    assert made._step is not None
+    assert len(made._roster._free_pages) + len(kept) == made._step.capacity.pages - 1
+    assert made._roster.is_empty
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("num_pages", [14, 24])
+@pytest.mark.parametrize("steps_ahead", [1, 4, 9])
+def test_rollouts_that_are_paused_go_on_as_if_they_had_not_been(
+    num_pages: int, steps_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing drawn is drawn again, and the next tokens have the logprobs that they would have had."""
+    monkeypatch.setattr(module, "STEPS_AHEAD", steps_ahead)
+    model, sampling = twin_of(a_model("llama")), Sampling(max_new_tokens=24, stop_ids=(5, 9))
+    asked = [each for k in range(5) for each in group(k, tuple(range(3, 5 + 3 * k)), range(4 * k, 4 * k + 4), sampling)]
+    made = short_of_pages(num_pages, asked, model)
+    found, expected = decode_now(made, asked), decode_now(decoder(8, model), asked)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert made.num_pauses == sum(answer.num_pauses for answer in found) > 0
+    assert made.num_recomputed_tokens > 0
+    assert not any(answer.num_pauses for answer in expected)
+    assert_no_page_lost(made)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_with_the_same_requests_the_same_rollouts_are_paused_and_all_repeats_bit_for_bit() -> None:
+    asked = mixed()
+    runs = []
+    for _ in range(2):
+        made = short_of_pages(20, asked)
+        runs.append((decode_now(made, asked), made.num_pauses, made.num_recomputed_tokens))
+    assert runs[0] == runs[1]
+    assert runs[0][1] > 0
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paused_rollouts_of_other_architectures(shape: str) -> None:
+    """Windows that are shorter than what a paused rollout computes again."""
+    model, twenty = a_model(shape), Sampling(max_new_tokens=20)
+    asked = [each for k in range(3) for each in group(k, tuple(range(3, 5 + 3 * k)), (k, k + 100), twenty)]
+    made = short_of_pages(12, asked, twin_of(model))
+    assert_scored(model, asked, decode_now(made, asked))
+    assert made.num_pauses > 0
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_cancelled_jobs_free_their_pages_paused_ones_too() -> None:
+    asked = requests(5, 4, Sampling(max_new_tokens=24))
+    jobs, made = [Job(request) for request in asked], short_of_pages(20, asked)
+    arrivals, found, was_paused = Arrivals(jobs), {}, False
+    for outcomes in made.run(arrivals):
+        found |= dict(outcomes)
+        if made._roster.paused and made._roster.seats and not was_paused:
+            was_paused = made._roster.paused[0].job.is_cancelled = made._roster.seats[0].job.is_cancelled = True
+    assert was_paused
+    assert len(found) == len(jobs) - 2
+    expected = decode_now(decoder(8), asked)
+    assert_same([found[job] for job in jobs if job in found], [expected[k] for k, j in enumerate(jobs) if j in found])
+    assert_no_page_lost(made)
+    for request in asked:
+        assert request.prefix_group is not None
+        arrivals.release(request.prefix_group.name)
+    list(made.run(arrivals))
+    assert made._roster._places == {}
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_requests_that_need_more_room_wait_until_what_is_paused_has_ended() -> None:
+    first, later = requests(5, 4), requests(9, 4, Sampling(max_new_tokens=40))[20:]
+    jobs, more, made = [Job(each) for each in first], [Job(each) for each in later], short_of_pages(20, first)
+    arrivals, found = Arrivals(jobs), {}
+    for turn, outcomes in enumerate(made.run(arrivals)):
+        found |= dict(outcomes)
+        if turn == 0:
+            arrivals.add(more)
+    assert_same([found[job] for job in (*jobs, *more)], generate(plain(), [*first, *later]))
+    assert made.num_pauses > 0
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_weights_may_change_while_rollouts_are_paused() -> None:
+    """What was written is computed again with the new weights, which write the rest."""
+    model, version, twenty = a_model("llama"), [3], Sampling(max_new_tokens=20)
+    asked = [each for k in range(3) for each in group(k, (5, 6, 7 + k), (k, k + 100), twenty)]
+    made = short_of_pages(14, asked, twin_of(model))
+    made._version = lambda: version[0]
+    answers = {}
+    for outcomes in made.run(Arrivals([Job(each) for each in asked])):
+        answers |= dict(outcomes)
+        if made._roster.paused and version[0] == 3:
+            version[0] = 4
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            made.take_weights()
+    assert version[0] == 4
+    for job, answer in answers.items():
+        assert len(answer.token_ids) == 20
+        if answer.policy_versions == (4, 4):
+            assert_scored(model, [job.request], [answer])
+    assert_no_page_lost(made)
+
+
+def test_a_request_that_would_not_fit_alone_is_refused_with_words() -> None:
+    asked = requests(1, 1, Sampling(max_new_tokens=40))
+    made = CapturedDecoder(policy().twin, 8, None, lambda: 3, cache_bytes=100_000)
+    with pytest.raises(
+        InputError, match=r"request train/0 has \d+ tokens and may get 40 more; the memory.*max_new_tok"
+    ):
+        made.check_room(asked[0])
+    with pytest.raises(InputError, match="train/0"):
+        decode_now(made, asked)
+
+
+def test_memory_that_is_given_is_never_exceeded_and_bounds_the_rollouts_at_once() -> None:
+    """Where there are fewer pages than slots would need at once, there are fewer slots."""
+    made = CapturedDecoder(policy().twin, 512, None, lambda: 3, cache_bytes=(budget := 12_000_000))
+    assert made.reserve(requests(9, 8)).capacity.slots < decoder().reserve(requests(9, 8)).capacity.slots
+    for longest in (24, 600, 24):
         capacity = made.reserve(requests(9, 8, Sampling(max_new_tokens=longest))).capacity
-        assert capacity.cache_bytes(per_token, policy().vocabulary) <= 0.3 * 4e7
+        assert capacity.cache_bytes(made._bytes_per_token, policy().vocabulary) <= budget
         assert capacity.columns >= longest
+    assert_as_plain(made, requests(9, 8))
+
+
+def test_no_more_pages_are_taken_than_the_requests_could_need() -> None:
+    """9 groups of 8 in 128 slots: a page for each rollout and each prompt, and those that stay free for growth."""
+    made = decoder()
+    assert made.reserve(requests(9, 8)).capacity.pages == 1 + 128 + 16 + 16
+
+
+def test_keys_and_values_are_counted_as_the_layers_fill_them() -> None:
+    assert decoder()._bytes_per_token == 4 * cache_elements_per_token(policy().twin)
 
 
 def test_given_up_in_the_middle_it_serves_the_next_requests() -> None:

@@ -180,6 +180,32 @@ def test_draws_equal_those_of_the_plain_path(sampling: Sampling) -> None:
         assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_rollouts_that_are_paused_for_lack_of_pages_go_on(dtype: torch.dtype | None) -> None:
+    """A pool of 40 pages for 32 rollouts of up to four: some wait, are computed again, and repeat bit for bit."""
+    policy = policy_of(wide_model())
+    asked = requests(32, Sampling(max_new_tokens=200), vocabulary=1024)
+    ample = Inprocess(policy, False, dtype)
+    expected = generate(ample, asked)
+    assert ample._captured is not None
+    assert ample._captured._step is not None
+    capacity = replace(ample._captured._step.capacity, pages=40)
+    runs = []
+    for _ in range(2):
+        budget = capacity.cache_bytes(ample._captured._bytes_per_token, policy.vocabulary)
+        engine = Inprocess(policy, False, dtype, cache_bytes=budget)
+        runs.append(generate(engine, asked))
+        assert engine._captured is not None
+        assert engine._captured.num_pauses > 0
+        assert engine._captured._step is not None
+        assert engine._captured._step.capacity.pages <= 40
+    assert runs[0] == runs[1]
+    assert_trained_alike(policy, asked, runs[0], dtype)
+    if dtype is None:
+        same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(runs[0], expected, strict=True)]
+        assert sum(same) >= len(same) - 2  # a random number may fall on the edge between two ids
+
+
 @pytest.mark.parametrize(
     ("weights", "dtype"), [("float32", None), ("float32", torch.bfloat16), ("auto", torch.bfloat16)], ids=str
 )

@@ -60,6 +60,7 @@ def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
 def test_the_numbers_of_a_step() -> None:
     old = tuple(make_rollout(policy_version_min=version) for version in (4, 6))
     kept = make_group((0.2, 1.2), advantages=(-1.0, 0.5), prompt=make_prompt(0), rollouts=old, scoring_s=0.25)
+    kept = replace(kept, num_pauses=3)
     new = (make_rollout(policy_version_min=6),) * 2
     dropped = make_group((0.4, 0.4), prompt=make_prompt(1), rollouts=new, scoring_s=0.5)
     metrics = step_metrics(
@@ -81,6 +82,7 @@ def test_the_numbers_of_a_step() -> None:
         "reward/kept_arithmetic_mean": 0.7,
         "reward/kept_abstained": 0.0,
         "rollout/tokens_per_s": 8.0,
+        "engine/paused": 3.0,
         "advantage/abs_mean": 0.75,
         "batch/kept_ratio": 0.5,
         "batch/drawn": 2.0,

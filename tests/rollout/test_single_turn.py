@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tokenizers import Regex, Tokenizer
@@ -7,7 +8,7 @@ from tokenizers.pre_tokenizers import Metaspace, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 from podium.errors import EngineError, InputError
-from podium.records import EngineTraits, Group, PrefixGroup, Prompt, Request, ids_digest
+from podium.records import Answer, EngineTraits, Group, PrefixGroup, Prompt, Request, ids_digest
 from podium.rollout.single_turn import SingleTurn, _single_ids, rollout_seed
 from tests.fakes import FakeEngine, FakeTokenizer
 
@@ -273,6 +274,18 @@ def test_a_prompt_with_a_rollout_that_cannot_be_written_comes_without_rollouts_i
     assert [(group.prompt.ordinal, len(group.rollouts), group.num_retries) for group in made] == [(3, 0, 1), (5, 3, 0)]
     assert [SEEDS[request.seed] for request in engine.requests[6:]] == [(3, 1)]
     assert engine.requests[6].prefix_group is None
+
+
+class Pausing(FakeEngine):
+    """Pauses each rollout as often as its index says."""
+
+    async def generate(self, request: Request, on_tokens=None) -> Answer:
+        return replace(await super().generate(request, on_tokens), num_pauses=index_of(request))
+
+
+def test_a_groups_pauses_are_those_of_all_its_rollouts() -> None:
+    made = asyncio.run(collected(Pausing(lambda request: ((72,), (-0.1,)))))
+    assert [group.num_pauses for group in made] == [0 + 1 + 2] * 2
 
 
 def test_a_groups_retries_are_the_most_of_any_of_its_rollouts() -> None:

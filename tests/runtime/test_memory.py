@@ -166,12 +166,40 @@ def test_on_cuda_a_prompts_cache_is_counted_once_for_its_group_and_in_the_traine
     config: Any = policy.model.config
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads
     per_token *= config.hidden_size // config.num_attention_heads
-    logits = 2 * 4 * 16 * config.vocab_size
-    tokens = (16 + 1) * 64 + 4 * 128  # 16 rollouts and a spare, 4 prompts; 24 and 100 tokens rounded up to columns
-    assert memory_module._cache(plain, policy, 100, 24) == 4 * tokens * per_token + logits
-    assert memory_module._cache(half, policy, 100, 24) == 2 * tokens * per_token + logits
+    others = 2 * 4 * 16 * config.vocab_size + (16 + 1) * (12 * 64 + 4 * 3)  # logits; ids, logprobs, page numbers
+    tokens = (1 + 16 + 4 * 2 + 2) * 64  # pages: the spare one, 16 rollouts', 4 prompts', two for growth
+    assert memory_module._cache(plain, policy, 100, 24).most == 4 * tokens * per_token + others
+    assert memory_module._cache(half, policy, 100, 24).most == 2 * tokens * per_token + others
+    assert memory_module._cache(half, policy, 100, 24).least < 2 * tokens * per_token + others
     weights = sum(p.numel() for p in policy.twin.parameters())
     assert memory_module._engine_copy(half, policy, trained=0) == 2 * weights
+
+
+@pytest.mark.parametrize("megabytes", [20, 40, 80, 160, 100_000])
+def test_on_cuda_training_gets_what_it_needs_and_keys_and_values_what_is_left(
+    megabytes: int, tmp_path: Path, monkeypatch
+) -> None:
+    """On a large device, what the run can need; on a small one, at least enough to write a few rollouts."""
+    monkeypatch.setattr(memory_module, "device_bytes", lambda device: megabytes * 1_000_000)
+    monkeypatch.setattr(memory_module, "available_bytes", lambda device: megabytes * 1_000_000)
+    monkeypatch.setattr(memory_module, "kept_bytes", lambda device: 0)
+    monkeypatch.setitem(memory_module.MAX_CHUNK_ELEMENTS, "cuda", 1)
+    settings = settings_of(
+        tmp_path, run={"prompts_per_step": 64, "rollouts_per_prompt": 8}, rollout={"max_new_tokens": 1000}
+    )
+    policy = replace(policy_of(settings), device=torch.device("cuda"))
+    monkeypatch.setattr(memory_module, "saved_bytes_per_token", lambda policy, dtype: 5000.0)
+    plan, need = memory_plan(settings, policy, 100), memory_module._cache(settings, policy, 100, 1000)
+    assert need.least <= plan.cache <= need.most
+    assert plan.max_tokens_per_batch >= LEAST_TOKENS or plan.gradient_checkpointing
+    assert plan.cache <= plan.cache_limit
+    assert plan.total <= 0.8 * plan.device or plan.cache == need.least
+    if megabytes == 100_000:
+        assert (plan.cache, plan.max_tokens_per_batch) == (need.most, MOST_TOKENS["cuda"])
+    elif plan.cache > need.least:
+        assert plan.cache < need.most
+        assert plan.cache == plan.cache_limit
+    assert plan == memory_plan(settings, policy, 100)
 
 
 def test_compiled_layers_are_planned_with_their_share(tmp_path: Path, monkeypatch) -> None:

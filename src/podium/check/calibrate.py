@@ -146,7 +146,12 @@ async def try_out(settings: Settings) -> Candidate:
     prompts = some_of(settings, data.in_order(settings.run.prompts_per_step))
     tokens = min(settings.rollout.options.get("max_new_tokens", MAX_TOKENS), MAX_TOKENS)
     with closing(
-        make_engine(fitted(settings, max(data.lengths)), policy, snapshot=settings.plan.needs_snapshot)
+        make_engine(
+            fitted(settings, max(data.lengths)),
+            policy,
+            snapshot=settings.plan.needs_snapshot,
+            cache_bytes=memory.cache_limit,
+        )
     ) as engine:
         await hand_over(settings, engine, policy, "calibration")
         await sampled(settings, engine, prompts, tokens)  # compiles, captures, allocates

@@ -97,7 +97,12 @@ async def _dry_run(
     """Runs a few prompts through the real engine and rewards, then a short step if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
     with closing(
-        make_engine(fitted(settings, max(data.lengths)), policy, snapshot=settings.plan.needs_snapshot)
+        make_engine(
+            fitted(settings, max(data.lengths)),
+            policy,
+            snapshot=settings.plan.needs_snapshot,
+            cache_bytes=memory.cache_limit,
+        )
     ) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
         rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
@@ -218,8 +223,8 @@ def _memory_lines(settings: Settings, plan: MemoryPlan) -> list[str]:
         f"weights {_size(plan.weights)}, of which trained {_size(plan.trained)}",
         f"gradients {_size(plan.trained)}, optimizer {_size(plan.optimizer)}",
         f"the engine's own copy of weights {_size(plan.engine_copy)}, the reference's {_size(plan.reference)}",
-        f"key-value cache {_size(plan.cache)} for {num_slots(settings)} rollouts of {plan.longest_document} tokens, "
-        "including prompts",
+        f"key-value cache {_size(plan.cache)} for up to {num_slots(settings)} rollouts at a time, "
+        f"{plan.longest_document} tokens at most, including prompts",
         f"a batch of {plan.largest_batch:,} tokens {_size(plan.per_token * plan.largest_batch)} "
         f"({_size(plan.per_token)} per token{checkpointing}), logits {_size(plan.logits)}",
         f"in total {_size(plan.total)} of {others}{_size(plan.device)}",

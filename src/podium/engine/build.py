@@ -44,18 +44,25 @@ def fitted(settings: Settings, longest_prompt: int) -> Settings:
 
 
 def make_engine(
-    settings: Settings, policy: Policy, *, snapshot: bool, on_event: Callable[..., None] | None = None
+    settings: Settings,
+    policy: Policy,
+    *,
+    snapshot: bool,
+    on_event: Callable[..., None] | None = None,
+    cache_bytes: int | None = None,
 ) -> Any:
     """`snapshot`: the engine keeps its weights while the trainer moves on. `on_event` receives the engine's events.
+    `cache_bytes` is what the memory plan leaves for keys and values; None where nothing is trained on the same device.
 
-    `compute_dtype`, `overlaps`, `in_flight` and `on_event` go to a constructor that has a parameter of that name;
-    `podium.stages.Engine` explains them.
+    `compute_dtype`, `overlaps`, `in_flight`, `cache_bytes` and `on_event` go to a constructor that has a parameter of
+    that name; `podium.stages.Engine` explains them.
     """
     make = find("engine", settings.engine.name)
     offered = {
         "compute_dtype": products_dtype(settings.trainer.options.get("precision"), policy.model.dtype),
         "overlaps": settings.run.max_lag > 0,
         "in_flight": settings.run.in_flight,
+        "cache_bytes": cache_bytes,
         "on_event": on_event or ignore_event,
     }
     taken = inspect.signature(make).parameters

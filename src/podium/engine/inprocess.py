@@ -55,7 +55,7 @@ class Inprocess:
 
     `compute_dtype` is that of the trainer's matrix products if autocast is on there; on a CPU, weights in float32 are
     sampled in float32. `overlaps` asks for a thread and a stream beside the trainer's, for an engine on CUDA with a
-    snapshot.
+    snapshot. `cache_bytes` is the memory for keys and values on CUDA; None: most of what is free at the first request.
     """
 
     traits = EngineTraits(
@@ -68,6 +68,7 @@ class Inprocess:
         snapshot: bool = False,
         compute_dtype: torch.dtype | None = None,
         overlaps: bool = False,
+        cache_bytes: int | None = None,
         *,
         concurrency: Annotated[int, Field(ge=1, description="rollouts written at the same time")] = 512,
     ) -> None:
@@ -90,7 +91,7 @@ class Inprocess:
             dtype=str(computes_in).removeprefix("torch."),
             keeps_order=policy.device.type == "cpu",
         )
-        self._concurrency = concurrency
+        self._concurrency, self._cache_bytes = concurrency, cache_bytes
         self._max_context_tokens = policy.max_context_tokens
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
@@ -149,7 +150,7 @@ class Inprocess:
         """None, and a warning, where it cannot be."""
         if not has_triton():
             return _warn_of_plain_decoding("Triton is not installed or does not know this GPU")
-        return CapturedDecoder(self._model, self._concurrency, self._compute_dtype, self._version)
+        return CapturedDecoder(self._model, self._concurrency, self._compute_dtype, self._version, self._cache_bytes)
 
     def _check_decoding(self) -> None:
         """Cached decoding, slot by slot, must give the logprobs of a plain forward pass. Asked once, also of the small
@@ -186,6 +187,8 @@ class Inprocess:
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
         check_room(request, self._max_context_tokens)
+        if self._captured is not None:
+            self._captured.check_room(request)
         return await self._queue.answer(request, on_tokens)
 
     def release(self, name: str) -> None:

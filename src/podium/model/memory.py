@@ -35,6 +35,15 @@ def available_bytes(device: torch.device) -> int:
     return min(everything, own + min(_free_of_machine(everything), _free_of_group(everything)))
 
 
+def unused_bytes(device: torch.device) -> int:
+    """What this process could still take on the device now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    everything = device_bytes(device)
+    return min(_free_of_machine(everything), _free_of_group(everything))
+
+
 def _free_of_machine(everything: int) -> int:
     """What Linux reports as available without swapping; on other systems, everything."""
     lines = MEMORY_NOW.read_text().splitlines() if MEMORY_NOW.is_file() else []

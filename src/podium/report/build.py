@@ -231,6 +231,7 @@ def step_metrics(
         **({"rollout/tokens_per_s": sum(lengths) / seconds["engine"]} if seconds.get("engine") else {}),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
         "rollout/retries": float(sum(group.num_retries for group in groups)),
+        "engine/paused": float(sum(group.num_pauses for group in groups)),
         "rollout/dropped_groups": float(sum(not group.rollouts for group in groups)),
         "batch/kept_ratio": len(kept) / min(step.prompts_per_step, len(groups)),
         "batch/drawn": float(len(groups)),

@@ -123,9 +123,9 @@ class SingleTurn:
             else:
                 fault = answer_fault(answer, self._sampling, self._vocabulary)
                 if fault is None:
-                    return _Outcome(self._made(answer, index, seed), num_retries)
+                    return _Outcome(self._made(answer, index, seed), num_retries, answer.num_pauses)
                 if num_retries == self._max_retries:
-                    return _Outcome(None, num_retries, f"{prompt.label}: {fault}")
+                    return _Outcome(None, num_retries, failure=f"{prompt.label}: {fault}")
                 num_retries += 1
             request = replace(request, prefix_group=None)  # the engine counts the requests of a group
 
@@ -151,6 +151,8 @@ class _Outcome:
     rollout: Rollout | None
     num_retries: int
     """Times that it was asked for again because an answer could not be right."""
+    num_pauses: int = 0
+    """Times that the engine paused it."""
     failure: str = ""
     """Why there is no rollout."""
 
@@ -160,7 +162,8 @@ def _group(prompt: Prompt, outcomes: Sequence[_Outcome]) -> tuple[Group, str]:
     num_retries = max(outcome.num_retries for outcome in outcomes)
     failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
     rollouts = () if failure else tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
-    return Group(prompt, rollouts, num_retries=num_retries), failure
+    num_pauses = sum(outcome.num_pauses for outcome in outcomes)
+    return Group(prompt, rollouts, num_retries=num_retries, num_pauses=num_pauses), failure
 
 
 def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:

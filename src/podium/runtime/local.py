@@ -89,7 +89,13 @@ def _engine(
     every_rank_samples = line is not None and not is_sharded and shares_weights
     if line is not None and line.rank and not every_rank_samples:
         return None
-    engine = make_engine(settings, host.policy, snapshot=settings.plan.needs_snapshot or is_sharded, on_event=on_event)
+    engine = make_engine(
+        settings,
+        host.policy,
+        snapshot=settings.plan.needs_snapshot or is_sharded,
+        on_event=on_event,
+        cache_bytes=host.memory.cache_limit,
+    )
     if line is not None and not line.rank and every_rank_samples:
         return RankedEngine(engine, host.own, line)
     return engine

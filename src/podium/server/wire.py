@@ -228,7 +228,8 @@ def cut_at_texts(answer: Answer, tokenizer: Any, texts: Sequence[str]) -> Answer
     length = _length_to(tokenizer, answer.token_ids, texts) if texts else None
     if length is None:
         return answer
-    return Answer(answer.token_ids[:length], answer.logprobs[:length], "stop", answer.policy_versions)
+    ids, logprobs = answer.token_ids[:length], answer.logprobs[:length]
+    return Answer(ids, logprobs, "stop", answer.policy_versions, answer.num_pauses)
 
 
 def _length_to(tokenizer: Any, ids: Sequence[int], texts: Sequence[str]) -> int | None:

@@ -3,6 +3,10 @@
 All callers share one set of slots and one captured step per batch size; each rollout has its own sampling. The host
 runs ahead of the device: it queues a few steps, and only then looks at which rollouts had ended some steps before. So
 a rollout that ended is decoded for a few steps more, to no effect, and the device never waits for the host.
+
+Keys and values lie in pages, which rollouts take as they grow. Kernels run in the order in which they are queued, so a
+page that the host gives to another rollout is written by it only after the steps that still read it. A rollout that
+was paused for lack of pages goes on with its next token once its own tokens have gone through the model again.
 """
 
 from collections import deque
@@ -14,21 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from podium.engine.cuda.decode_step import Capacity, DecodeStep
-from podium.engine.cuda.roster import Roster, Seat, ladder, rung_for
+from podium.engine.cuda.decode_step import Capacity, DecodeStep, attention_modules
+from podium.engine.cuda.pages import PAGE
+from podium.engine.cuda.roster import LEAST_BATCH, Admission, Place, Roster, Seat, ladder, rung_for
 from podium.engine.decoding.queue import Arrivals, Outcome
 from podium.engine.decoding.sampling import RowSampling, kind_of
-from podium.model.attention import Segments
+from podium.errors import InputError
+from podium.model.attention import Segments, SharedKeys
 from podium.model.forward import decoder_states, head_weight, to_device
-from podium.model.memory import cache_elements_per_token, device_bytes
+from podium.model.memory import unused_bytes
 from podium.records import Request
 
 STEPS_AHEAD = 4
 """Decode steps between two looks at what has ended."""
 MOST_PROMPT_TOKENS = 1 << 15
-"""Of prompts that go through the model together."""
+"""Of prompts, and of paused rollouts, that go through the model together."""
+FREE_SHARE = 0.8
+"""Of the memory that the device has left, for keys and values where no plan says how much they may take. The rest is
+for what prompts need on their way through the model, fragments and other programs."""
 LOOKS_PER_TURN = 8
 """After so many looks without an answer, other work of the device thread gets its turn."""
 
@@ -63,15 +73,43 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class PackedPrompts:
-    """Prompts one after the other; L tokens, N prompts."""
+class Text:
+    """Tokens that go through the model, and where in the pages their keys are."""
+
+    token_ids: Sequence[int]
+    """Those to be computed."""
+    columns: np.ndarray
+    """int64, of these tokens and of all before them, which have been computed. Page n has columns n · PAGE and on."""
+    place: Place | None
+    """The place whose prompt is computed here."""
+
+    @classmethod
+    def of(cls, admission: Admission) -> "Text":
+        """The prompt if it is new, then the rollout's own tokens if it was paused."""
+        seat = admission.seat
+        place, prompt = seat.place, seat.place.token_ids
+        own = seat.written.wait()[0].tolist()[: seat.steps] if admission.is_resumed else []
+        columns = np.concatenate([_columns(place.pages, len(prompt)), _columns(seat.pages, len(own))])
+        return cls([*prompt, *own], columns, place) if admission.is_place_new else cls(own, columns, None)
+
+
+def _columns(pages: Sequence[int], count: int) -> np.ndarray:
+    """The first `count` columns of these pages, one after the other."""
+    return (np.array(pages, np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:count]
+
+
+@dataclass(frozen=True)
+class PackedTexts:
+    """Texts one after the other; L tokens, K keys, N new prompts."""
 
     token_ids: torch.Tensor
     """int64 `[L]`"""
     position_ids: torch.Tensor
-    """int64 `[L]`, the column in its prompt's place."""
-    places: torch.Tensor
-    """int64 `[L]`, the place of the prompt that a token belongs to."""
+    """int64 `[L]`"""
+    columns: torch.Tensor
+    """int64 `[L]`, where keys and values of the tokens go."""
+    keys: torch.Tensor | None
+    """int64 `[K]`, where those that the tokens attend to are; None: exactly the tokens' own, in their order."""
     last_tokens: torch.Tensor
     """int64 `[N]`"""
     last_places: torch.Tensor
@@ -79,36 +117,107 @@ class PackedPrompts:
     segments: Segments
 
     @classmethod
-    def of(cls, prompts: Sequence[tuple[int, Sequence[int]]]) -> "PackedPrompts":
-        """From (place, ids) of each prompt."""
-        lengths = np.array([len(ids) for _, ids in prompts])
-        places = np.array([place for place, _ in prompts])
-        ends = lengths.cumsum()
+    def of(cls, texts: Sequence[Text]) -> "PackedTexts":
+        lengths = np.array([len(text.token_ids) for text in texts])
+        key_lengths = np.array([len(text.columns) for text in texts])
+        starts = lengths.cumsum() - lengths
+        is_continued = bool((key_lengths > lengths).any())
+        prompts = [(start, text.place) for start, text in zip(starts, texts, strict=True) if text.place is not None]
         return cls(
-            token_ids=torch.tensor([i for _, ids in prompts for i in ids]),
-            position_ids=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)),
-            places=torch.from_numpy(np.repeat(places, lengths)),
-            last_tokens=torch.from_numpy(ends - 1),
-            last_places=torch.from_numpy(places),
-            segments=Segments.of(lengths, lengths, None),
+            token_ids=torch.tensor([i for text in texts for i in text.token_ids]),
+            position_ids=torch.from_numpy(
+                np.concatenate([np.arange(len(t.columns))[-len(t.token_ids) :] for t in texts])
+            ),
+            columns=torch.from_numpy(np.concatenate([text.columns[-len(text.token_ids) :] for text in texts])),
+            keys=torch.from_numpy(np.concatenate([text.columns for text in texts])) if is_continued else None,
+            last_tokens=torch.tensor([start + len(place.token_ids) - 1 for start, place in prompts], dtype=torch.long),
+            last_places=torch.tensor([place.index for _, place in prompts], dtype=torch.long),
+            segments=Segments.of(lengths, key_lengths, _all_keys(key_lengths.sum()) if is_continued else None),
         )
+
+
+def _all_keys(count: int) -> SharedKeys:
+    """For keys that come segment by segment already; what only a backward pass reads is left empty."""
+    nothing = torch.zeros(0, dtype=torch.long)
+    return SharedKeys(torch.arange(count), nothing, nothing, nothing)
+
+
+class PagedLayer(CacheLayerMixin):
+    """The pages of one layer while texts go through the model: new keys and values are written into them."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, packed: PackedTexts) -> None:
+        super().__init__()
+        self._pools, self._packed = (keys.flatten(0, 1), values.flatten(0, 1)), packed  # [columns, heads, head_dim]
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        raise AssertionError("the pages are there before the layer")
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """`[1, heads, L, head_dim]` each; returns what the texts attend to, `[1, heads, K, head_dim]`."""
+        new = key_states, value_states
+        for pool, tokens in zip(self._pools, new, strict=True):
+            pool[self._packed.columns] = tokens[0].transpose(0, 1).to(pool.dtype)
+        if self._packed.keys is None:
+            return new
+        return tuple(
+            pool[self._packed.keys].transpose(0, 1)[None].to(tokens.dtype)
+            for pool, tokens in zip(self._pools, new, strict=True)
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
 
 
 class CapturedDecoder:
     """`model` computes prompts; a twin of it, made with the first request, decodes. `version` gives that of the
-    weights."""
+    weights. `cache_bytes` is what keys, values and logits may take; None: most of what the device has left at the first
+    request."""
 
     def __init__(
-        self, model: PreTrainedModel, concurrency: int, compute_dtype: torch.dtype | None, version: Callable[[], int]
+        self,
+        model: PreTrainedModel,
+        concurrency: int,
+        compute_dtype: torch.dtype | None,
+        version: Callable[[], int],
+        cache_bytes: int | None = None,
     ) -> None:
         self._model, self._concurrency, self._compute_dtype = model, concurrency, compute_dtype
-        self._version, self._device = version, model.device
+        self._version, self._device, self._given_bytes = version, model.device, cache_bytes
         self._step: DecodeStep | None = None
         self._roster = Roster()
+        self.num_recomputed_tokens = 0
+        """That went through the model again, after pauses."""
+
+    @property
+    def num_pauses(self) -> int:
+        """Times that a rollout gave up its pages to older ones."""
+        return self._roster.num_pauses
+
+    def check_room(self, request: Request) -> None:
+        """Refuses a request that would not fit even if it were alone."""
+        capacity = self._capacity([request], LEAST_BATCH)
+        if not capacity.takes(request):
+            raise InputError(
+                f"{request.label} has {len(request.token_ids)} tokens and may get {request.sampling.max_new_tokens} "
+                f"more; the memory for keys and values, {self._budget / 1e9:.2f} GB, holds "
+                f"{max(0, capacity.pages - 1) * PAGE}; shorten the prompt, lower max_new_tokens, or leave the engine "
+                "more memory (lower pack.max_tokens_per_batch, set trainer.gradient_checkpointing)"
+            )
 
     def reserve(self, requests: Sequence[Request]) -> DecodeStep:
         """Room for these requests, and for all that there was room for before as far as memory allows. Only while no
-        rollout is seated."""
+        rollout is seated or paused."""
+        for request in requests:
+            self.check_room(request)
         if not self._has_room_for(requests):
             wanted = self._capacity_for(requests)
             self._step = None  # its memory first
@@ -118,11 +227,20 @@ class CapturedDecoder:
         return self._step
 
     def _resize(self, capacity: Capacity) -> None:
-        self._roster.resize(min(capacity.slots, self._concurrency), capacity.prompts)
+        self._roster.resize(min(capacity.slots, self._concurrency), capacity.pages)
 
     @cached_property
-    def _elements_per_token(self) -> int:
-        return cache_elements_per_token(self._model, self._compute_dtype)
+    def _bytes_per_token(self) -> int:
+        """Of keys and values, in all layers; the same for models of which no layer has any."""
+        heads = sum(2 * module.k_proj.out_features for module in attention_modules(self._model))
+        return max(1, heads) * (self._compute_dtype or self._model.dtype).itemsize
+
+    @cached_property
+    def _budget(self) -> int:
+        """Bytes for keys, values and logits. Looked at once, so that the same requests always find the same room."""
+        if self._given_bytes is not None:
+            return self._given_bytes
+        return int(FREE_SHARE * unused_bytes(self._device))
 
     def take_weights(self) -> None:
         """After new weights were written into the model: updates what the steps keep a copy of. Prompts computed before
@@ -139,18 +257,22 @@ class CapturedDecoder:
         return self._step is not None and self._step.capacity.holds(self._capacity_for(requests))
 
     def _capacity_for(self, requests: Sequence[Request]) -> Capacity:
-        """Where an answer is longer than any before, memory may hold fewer rollouts than before."""
+        """For these requests and, as far as memory allows, all that there was room for before. Where an answer is
+        longer than any before, there may be room for fewer rollouts than before."""
         before = None if self._step is None else self._step.capacity
+        return self._capacity(requests, len(requests), before)
+
+    def _capacity(self, requests: Sequence[Request], rollouts: int, before: Capacity | None = None) -> Capacity:
         longest = [max(len(each.token_ids) for each in requests), max(e.sampling.max_new_tokens for e in requests)]
-        stops, rollouts = max(len(each.sampling.stop_ids) for each in requests), len(requests)
+        stops = max(len(each.sampling.stop_ids) for each in requests)
         if before is not None:
             longest = [max(longest[0], before.prompt_columns), max(longest[1], before.columns)]
             stops, rollouts = max(stops, before.stops), max(rollouts, before.slots)
         groups = [each.prefix_group for each in requests]
         return Capacity.fitting(
-            self._elements_per_token * (self._compute_dtype or self._model.dtype).itemsize,
+            self._bytes_per_token,
             head_weight(self._model).shape[0],
-            device_bytes(self._device),
+            self._budget,
             rollouts=rollouts,
             group=min(1 if group is None else group.size for group in groups),
             concurrency=self._concurrency,
@@ -172,21 +294,21 @@ class CapturedDecoder:
             is_too_small |= self._take(arrivals)
             if roster.is_done and not fetched:
                 return
-            if is_too_small and roster.waiting and not roster.slots:
+            if is_too_small and roster.waiting and roster.is_empty:
                 self.reserve([job.request for job in roster.waiting])
                 is_too_small = False
-            if not is_too_small:  # otherwise the seated rollouts end first, then there will be more room
-                self._admit()
+            if not self._make_room():  # what was paused now is not resumed in the same turn
+                self._admit(only_paused=is_too_small)  # what has begun ends first, then there will be more room
             steps = roster.steps_ahead(STEPS_AHEAD)
             self._decode(steps)
             left = roster.advance(steps)
-            if roster.slots:
+            if roster.seats:
                 looks.append(self._look(roster.seats))
             while len(looks) > 1 or (looks and steps == 0):
                 left += _ended(looks.popleft(), roster)
             if left:
                 fetched.append(self._fetch(left))
-            outcomes = _delivered(fetched, wait=not roster.slots)
+            outcomes = _delivered(fetched, wait=not roster.seats)
             if outcomes or turn % LOOKS_PER_TURN == 0:
                 yield outcomes
 
@@ -199,52 +321,61 @@ class CapturedDecoder:
             roster.release(name)
         if not new:
             return False
-        seated = [seat.job.request for seat in roster.seats]
-        return not self._has_room_for(seated + [job.request for job in roster.waiting])
+        under_way = [seat.job.request for seat in (*roster.seats, *roster.paused)]
+        return not self._has_room_for(under_way + [job.request for job in roster.waiting])
 
-    def _admit(self) -> None:
-        """Waiting rollouts take free slots; prompts that are new go through the model, each once."""
-        step, roster = self._step, self._roster
+    def _make_room(self) -> list[Seat]:
+        """Pages for the next steps of the seated rollouts; those that had to be paused for it."""
+        paused = self._roster.grow(STEPS_AHEAD)
+        for seat in paused:
+            assert self._step is not None
+            seat.written = Copy.of([seat], self._step.state.ids[seat.slot, : seat.steps + 1])
+        return paused
+
+    def _admit(self, *, only_paused: bool) -> None:
+        """Rollouts take seats; what is new or was given up goes through the model, a shared prompt once."""
+        step = self._step
         if step is None:
             return
-        per_pass = max(1, MOST_PROMPT_TOKENS // step.capacity.prompt_columns)
-        while True:
-            seats, places = roster.admit(per_pass)
-            if not seats:
-                return
-            if places:
-                self._prefill(step, [(place.index, place.token_ids) for place in places])
-            numbers = [(s.slot, s.job.request.seed, s.place.index, len(s.place.token_ids)) for s in seats]
-            slots, seeds, indices, lengths = self._to_device(torch.tensor(numbers).t().contiguous())
-            samplings = [seat.job.request.sampling for seat in seats]
-            rows, state = RowSampling.of(samplings, torch.device("cpu"), step.capacity.stops), step.state
-            for name, column in vars(rows).items():
-                getattr(state.sampling, name)[slots] = self._to_device(column)
-            state.seed[slots], state.prompt[slots], state.prompt_length[slots] = seeds, indices, lengths
-            state.drawn[slots], state.finished[slots] = 0, False
-            step.draw_first(slots, kind_of(samplings))
-            for seat in seats:
-                seat.job.first_version = self._version()
+        while admitted := self._roster.admit(MOST_PROMPT_TOKENS, STEPS_AHEAD, only_paused=only_paused):
+            texts = [text for each in admitted if (text := Text.of(each)).token_ids]
+            if texts:
+                self._prefill(step, texts)
+            if begun := [each.seat for each in admitted if not each.is_resumed]:
+                self._begin(step, begun)
+            for seat in (each.seat for each in admitted if each.is_resumed):
+                self.num_recomputed_tokens += seat.steps
+                seat.written = None
 
-    def _prefill(self, step: DecodeStep, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """In one row without padding, as the trainer's batches are; keys and values go to the prompts' places."""
-        packed = to_device(PackedPrompts.of(prompts), self._device)
-        cache = DynamicCache()
+    def _begin(self, step: DecodeStep, seats: list[Seat]) -> None:
+        """Draws the first tokens of rollouts whose prompts have been computed."""
+        numbers = [(s.slot, s.job.request.seed, s.place.index, len(s.place.token_ids)) for s in seats]
+        slots, seeds, indices, lengths = self._to_device(torch.tensor(numbers).t().contiguous())
+        samplings = [seat.job.request.sampling for seat in seats]
+        rows, state = RowSampling.of(samplings, torch.device("cpu"), step.capacity.stops), step.state
+        for name, column in vars(rows).items():
+            getattr(state.sampling, name)[slots] = self._to_device(column)
+        state.seed[slots], state.prompt[slots], state.prompt_length[slots] = seeds, indices, lengths
+        state.drawn[slots], state.finished[slots] = 0, False
+        step.draw_first(slots, kind_of(samplings))
+        for seat in seats:
+            seat.job.first_version = self._version()
+
+    def _prefill(self, step: DecodeStep, texts: Sequence[Text]) -> None:
+        """In one row without padding, as the trainer's batches are; keys and values go to the pages."""
+        packed = to_device(PackedTexts.of(texts), self._device)
+        layers: list[Any] = [PagedLayer(each.paged_keys, each.paged_values, packed) for each in step.layers]
         with torch.autocast(self._device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None):
             hidden = decoder_states(
                 self._model,
                 input_ids=packed.token_ids[None],
                 position_ids=packed.position_ids[None],
                 attention_mask=None,
-                past_key_values=cache,
+                past_key_values=Cache(layers=layers),
                 use_cache=True,
                 segments=packed.segments,
             )[0]
         step.prompt_states[packed.last_places] = hidden[packed.last_tokens].to(step.compute_dtype)
-        for module, layer in zip(step.layers, cache.layers, strict=True):
-            made: Any = layer
-            for to, tokens in ((module.prompt_keys, made.keys[0]), (module.prompt_values, made.values[0])):
-                to[packed.places, packed.position_ids] = tokens.transpose(0, 1).to(to.dtype)
 
     def _decode(self, steps: int) -> None:
         """Queues steps of the smallest batch that holds the seated rollouts."""
@@ -254,9 +385,18 @@ class CapturedDecoder:
         size = rung_for(len(seats), ladder(step.capacity.slots))
         spare = [step.capacity.slots] * (size - len(seats))
         step.rows[:size] = self._to_device(torch.tensor([seat.slot for seat in seats] + spare))
+        self._send_tables(step)
         kind = kind_of([seat.job.request.sampling for seat in seats])
         for _ in range(steps):
             step.run(size, kind)
+
+    def _send_tables(self, step: DecodeStep) -> None:
+        """The pages that slots have taken since the last steps, in one small copy."""
+        if changes := self._roster.take_changes():
+            width = step.capacity.table_width
+            entries = [(slot * width + number, page) for (slot, number), page in changes.items()]
+            where, pages = self._to_device(torch.tensor(entries).t().contiguous())
+            step.tables.view(-1)[where] = pages.to(step.tables.dtype)
 
     def _look(self, seats: list[Seat]) -> Copy:
         """Asks which of these rollouts have ended."""
@@ -278,10 +418,11 @@ class CapturedDecoder:
 
 
 def _ended(look: Copy, roster: Roster) -> list[Seat]:
-    """Takes out the rollouts that had ended at the time of the look and have not left since."""
+    """Takes out the rollouts that had ended at the time of the look and have not left since, those that were paused
+    meanwhile included."""
     flags = look.wait()[0].tolist()
-    slots = [seat.slot for seat, ended in zip(look.seats, flags, strict=True) if ended and roster.is_seated(seat)]
-    return roster.leave(slots)
+    seats = [seat for seat, ended in zip(look.seats, flags, strict=True) if ended and roster.is_under_way(seat)]
+    return roster.leave(seats)
 
 
 def _delivered(fetched: deque[Copy], wait: bool) -> list[Outcome]:

@@ -1,14 +1,14 @@
 """The decode step of the CUDA engine: one token more for each row of a batch, all of it on the device.
 
-The tokens drawn last go through a twin of the model whose attention reads the slots' cache; the next tokens are drawn
-and recorded, each row by its own sampling. On CUDA the layers are compiled and the step is captured as a CUDA graph for
-each batch size of the ladder, so the host only replays it; elsewhere it runs as it is written. Nothing in a step
-depends on a value that the host would have to wait for.
+The tokens drawn last go through a twin of the model whose attention reads keys and values from pages; the next tokens
+are drawn and recorded, each row by its own sampling. On CUDA the layers are compiled and the step is captured as a CUDA
+graph for each batch size of the ladder, so the host only replays it; elsewhere it runs as it is written. Nothing in a
+step depends on a value that the host would have to wait for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,18 @@ from transformers import PreTrainedModel
 
 from podium.engine.cuda.decode_attention import CACHES, NAME, DecodeRows
 from podium.engine.cuda.joined import apart, join_products
-from podium.engine.cuda.roster import ladder
+from podium.engine.cuda.pages import PAGE, SPARE_PAGE, pages_for
+from podium.engine.cuda.roster import ladder, reserved_pages
 from podium.engine.decoding.sampling import Kind, RowSampling, block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, logits_of, softcap
 from podium.model.fused import compile_layers, fused_on_cuda
 from podium.model.load import twin_of
-from podium.records import Sampling
+from podium.records import Request, Sampling
 
-CACHE_SHARE = 0.3
-"""Of the device's memory, for keys and values; where they would take more, fewer rollouts are written at once."""
-COLUMN_STEP, STOP_STEP = 64, 8
-"""Room for tokens and for stop ids is made in steps, so that requests of about the same size use the same captured
-steps."""
+STOP_STEP = 8
+"""Room for stop ids is made in steps, and room for tokens in whole pages, so that requests of about the same size use
+the same captured steps."""
 COMPILER = {"combo_kernels": True, "triton.autotune_pointwise": False}
 """For batches of one token per row, whose kernels are short. Kernels that could run side by side become one (rotary
 embeddings of queries and of keys), and no kernel is chosen by timing it with cold caches, since here they are warm."""
@@ -41,9 +40,10 @@ class Capacity:
     slots: int
     columns: int
     """Longest answer."""
-    prompts: int
     prompt_columns: int
     """Longest prompt."""
+    pages: int
+    """For keys and values of all rollouts together, the spare page included."""
     stops: int
     """Most stop ids of a request."""
 
@@ -52,7 +52,7 @@ class Capacity:
         cls,
         bytes_per_token: int,
         vocabulary: int,
-        device_bytes: float,
+        budget: float,
         *,
         rollouts: int,
         group: int,
@@ -60,31 +60,45 @@ class Capacity:
         longest: tuple[int, int],
         stops: int,
     ) -> Capacity:
-        """For as many rollouts at the same time as there is memory for; `longest` prompt and answer.
+        """For as many rollouts as may be written at the same time, with the pages that they need at most, or as many as
+        `budget` bytes hold; `longest` prompt and answer.
 
-        `bytes_per_token` is what the keys and values of a token take.
+        `bytes_per_token` is what the keys and values of a token take. Where there would not be a page for every slot,
+        there are fewer slots.
         """
-        prompt_columns, columns = (_in_steps(tokens, COLUMN_STEP) for tokens in longest)
-        made = []
-        for slots in ladder(min(rollouts, concurrency)):
+        prompt_pages, own_pages = map(pages_for, longest)
+        stops = max(1, -(-stops // STOP_STEP)) * STOP_STEP
+        found = cls(0, 0, 0, 0, 0)
+        for slots in reversed(ladder(min(rollouts, concurrency))):
             prompts = -(-slots // group) * (1 if rollouts <= slots else 2)  # stragglers keep theirs while others begin
-            made.append(cls(slots, columns, max(2, prompts), prompt_columns, _in_steps(stops, STOP_STEP)))
-        budget = CACHE_SHARE * device_bytes
-        return next(
-            (each for each in reversed(made) if each.cache_bytes(bytes_per_token, vocabulary) <= budget), made[0]
-        )
+            pages = 1 + slots * own_pages + max(2, prompts) * prompt_pages + reserved_pages(slots)
+            found = cls(slots, own_pages * PAGE, prompt_pages * PAGE, pages, stops)
+            left = budget - found.fixed_bytes(vocabulary)
+            found = replace(found, pages=int(min(pages, max(1, left / (PAGE * bytes_per_token)))))
+            if found.pages > slots + prompt_pages + own_pages:
+                break
+        return found
+
+    @property
+    def table_width(self) -> int:
+        """Most pages of a request."""
+        return (self.prompt_columns + self.columns) // PAGE
 
     def holds(self, other: Capacity) -> bool:
         return all(mine >= theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
 
+    def takes(self, request: Request) -> bool:
+        """Whether there are pages for this request if it is written alone."""
+        return self.pages > pages_for(len(request.token_ids)) + pages_for(request.sampling.max_new_tokens)
+
+    def fixed_bytes(self, vocabulary: int) -> int:
+        """Of what does not lie in pages: the logits of a step, twice, since top-k and top-p make others of them, and
+        the ids, logprobs and page numbers of the slots."""
+        return 2 * 4 * self.slots * vocabulary + (self.slots + 1) * (12 * self.columns + 4 * self.table_width)
+
     def cache_bytes(self, bytes_per_token: int, vocabulary: int) -> int:
-        """Of keys and values, and of the logits of a step, twice: top-k and top-p make others of them."""
-        tokens = (self.slots + 1) * self.columns + self.prompts * self.prompt_columns
-        return tokens * bytes_per_token + 2 * 4 * self.slots * vocabulary
-
-
-def _in_steps(count: int, step: int) -> int:
-    return max(1, -(-count // step)) * step
+        """Of pages and all the rest."""
+        return self.pages * PAGE * bytes_per_token + self.fixed_bytes(vocabulary)
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class SlotState:
     def empty(cls, capacity: Capacity, device: torch.device) -> SlotState:
         """All finished with one token drawn, so that any row can go through a step and change nothing."""
         rows, columns = capacity.slots + 1, capacity.columns
-        numbers = {"seed": 0, "drawn": 1, "prompt": 0, "prompt_length": 1}
+        numbers = {"seed": 0, "drawn": 1, "prompt": 0, "prompt_length": 0}
         return cls(
             RowSampling.of([Sampling(max_new_tokens=1)] * rows, device, capacity.stops),
             **{name: torch.full((rows,), value, device=device) for name, value in numbers.items()},
@@ -132,10 +146,14 @@ class DecodeStep:
         join_products(self._model)
         self._model.set_attn_implementation(NAME)
         self.layers = attention_modules(self._model)
-        self._add_caches()
+        self._add_pages()
         self.state = SlotState.empty(capacity, self._device)
+        self.tables = torch.full(
+            (capacity.slots + 1, capacity.table_width), SPARE_PAGE, dtype=torch.int32, device=self._device
+        )
+        """The pages of each slot: its prompt's, then its own. Updated in place, since captured steps read it."""
         self.prompt_states = torch.zeros(
-            capacity.prompts, head_weight(model).shape[1], dtype=self.compute_dtype, device=self._device
+            capacity.slots, head_weight(model).shape[1], dtype=self.compute_dtype, device=self._device
         )
         """The hidden state at each prompt's last token, from which first tokens are drawn."""
         self.rows = torch.full((ladder(capacity.slots)[-1],), capacity.slots, device=self._device)
@@ -147,17 +165,13 @@ class DecodeStep:
         if self._device.type == "cuda":
             compile_layers(self._model, COMPILER)
 
-    def _add_caches(self) -> None:
-        """Keys and values of slots and prompts, on the modules that use them."""
-        size = self.capacity
+    def _add_pages(self) -> None:
+        """Keys and values, on the modules that use them."""
         for module in self.layers:
-            heads, head_dim = module.k_proj.out_features // module.head_dim, module.head_dim
-            shapes = {"slot": (size.slots + 1, size.columns), "prompt": (size.prompts, size.prompt_columns)}
+            shape = (self.capacity.pages, PAGE, module.k_proj.out_features // module.head_dim, module.head_dim)
             for name in CACHES:
-                shape = (*shapes[name.partition("_")[0]], heads, head_dim)
-                module.register_buffer(
-                    name, torch.zeros(shape, dtype=self.compute_dtype, device=self._device), persistent=False
-                )
+                pages = torch.zeros(shape, dtype=self.compute_dtype, device=self._device)
+                module.register_buffer(name, pages, persistent=False)
 
     def take_head(self) -> None:
         """Brings a copy of the LM head's weights up to date."""
@@ -213,7 +227,7 @@ class DecodeStep:
     def _step(self, size: int, kind: Kind) -> None:
         rows, state = self.rows[:size], self.state
         lengths = state.drawn[rows] - 1
-        where = DecodeRows(rows, lengths, state.prompt[rows], state.prompt_length[rows])
+        where = DecodeRows(self.tables, rows, lengths, state.prompt_length[rows])
         with torch.autocast(self._device.type, dtype=self.compute_dtype, enabled=self._is_autocast):
             hidden = self._model.get_decoder()(
                 input_ids=state.ids[rows, lengths][:, None],

@@ -1,8 +1,9 @@
 """The CUDA kernel of decode attention (flash decoding): a program a row and key head, keys read once, up to their end.
 
 All query heads of a key head are one matrix, so grouped queries read the cache once. The softmax is accumulated block
-by block in float32, first over the group's shared prompt, then over the row's own slot, last over the row's new key,
-which the program also lays into the slot: no other program looks there.
+by block in float32, first over the prompt, whose pages a group shares, then over the row's own pages, last over the
+row's new key, which the program also writes into the row's last page: no other program looks there. A block lies in one
+page, so each block costs one look into the table of pages.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from podium.engine.cuda.pages import PAGE
 
 LEAST_ROWS = 16
 """Of a matrix product in Triton; fewer query heads are padded."""
@@ -19,22 +22,25 @@ WIDE = 128
 
 @triton.jit
 def _take_keys(
-    total, normaliser, top, query, keys, values, begin, end, dims, scaling,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    total, normaliser, top, query, keys, values, pages, begin, end, dims, scaling,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of columns [begin, end) to a softmax under way (its total, normaliser and largest score)."""
+    """Adds the keys of columns [begin, end) to a softmax under way (its total, normaliser and largest score). `pages`
+    points to the numbers of the pages, of TOKENS columns each."""
+    offsets = tl.arange(0, BLOCK)[:, None] * STRIDE + dims[None, :]
     for first in range((begin // BLOCK) * BLOCK, end, BLOCK):
+        page = tl.load(pages + first // TOKENS).to(tl.int64)
+        start = (page * TOKENS + first % TOKENS) * STRIDE  # type: ignore[operator]
         columns = first + tl.arange(0, BLOCK)
         is_there = (columns >= begin) & (columns < end)
-        offsets = columns[:, None] * STRIDE + dims[None, :]
         mask = is_there[:, None] & (dims < DIM)[None, :]
-        block = tl.load(keys + offsets, mask=mask, other=0.0)
+        block = tl.load(keys + start + offsets, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scaling
         scores = tl.where(is_there[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - higher)
         weights = tl.exp2(scores - higher[:, None])
-        block = tl.load(values + offsets, mask=mask, other=0.0)
+        block = tl.load(values + start + offsets, mask=mask, other=0.0)
         normaliser = normaliser * shrink + tl.sum(weights, 1)
         total = total * shrink[:, None] + tl.dot(weights.to(block.dtype), block, input_precision=PRECISION)
         top = higher
@@ -53,14 +59,15 @@ def _take_own(total, normaliser, top, query, key, value, scaling):
 
 @triton.jit
 def _flash_decode(
-    query, key, value, slot_keys, slot_values, prompt_keys, prompt_values, slots, lengths, prompts, prompt_lengths, out,
-    key_stride, value_stride, slot_stride, prompt_stride, scaling, window,
+    query, key, value, keys, values, tables, slots, lengths, prompt_lengths, out,
+    key_stride, value_stride, table_stride, scaling, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
-    slot, length = tl.load(slots + row), tl.load(lengths + row).to(tl.int32)
-    prompt, prompt_length = tl.load(prompts + row), tl.load(prompt_lengths + row).to(tl.int32)
+    length, prompt_length = tl.load(lengths + row).to(tl.int32), tl.load(prompt_lengths + row).to(tl.int32)
+    prompt_pages = tables + tl.load(slots + row) * table_stride
+    own_pages = prompt_pages + (prompt_length + TOKENS - 1) // TOKENS
     heads, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     places = (row * HEADS * GROUP + head * GROUP + heads)[:, None] * DIM + dims[None, :]
     mask = (heads < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -72,19 +79,21 @@ def _flash_decode(
     oldest = 0
     if window > 0:
         oldest = tl.maximum(prompt_length + length - window + 1, 0)
-    in_prompt, in_slot = prompt * prompt_stride + head * DIM, slot * slot_stride + head * DIM
     own_key = tl.load(key + row * key_stride + head * DIM + dims, mask=dims < DIM, other=0.0)
     own_value = tl.load(value + row * value_stride + head * DIM + dims, mask=dims < DIM, other=0.0)
-    next_column = in_slot + length * HEADS * DIM + dims
-    tl.store(slot_keys + next_column, own_key, mask=dims < DIM)
-    tl.store(slot_values + next_column, own_value, mask=dims < DIM)
+    last_page = tl.load(own_pages + length // TOKENS).to(tl.int64)
+    next_column = ((last_page * TOKENS + length % TOKENS) * HEADS + head) * DIM + dims
+    tl.store(keys + next_column, own_key, mask=dims < DIM)
+    tl.store(values + next_column, own_value, mask=dims < DIM)
+    keys += head * DIM
+    values += head * DIM
     total, normaliser, top = _take_keys(
-        total, normaliser, top, block, prompt_keys + in_prompt, prompt_values + in_prompt, oldest, prompt_length,
-        dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
+        total, normaliser, top, block, keys, values, prompt_pages, oldest, prompt_length,
+        dims, scaling, DIM, HEADS * DIM, BLOCK, TOKENS, PRECISION,
     )  # fmt: skip
     total, normaliser, top = _take_keys(
-        total, normaliser, top, block, slot_keys + in_slot, slot_values + in_slot,
-        tl.maximum(oldest - prompt_length, 0), length, dims, scaling, DIM, HEADS * DIM, BLOCK, PRECISION,
+        total, normaliser, top, block, keys, values, own_pages, tl.maximum(oldest - prompt_length, 0), length,
+        dims, scaling, DIM, HEADS * DIM, BLOCK, TOKENS, PRECISION,
     )  # fmt: skip
     total, normaliser = _take_own(total, normaliser, top, block, own_key, own_value, scaling)
     tl.store(out + places, (total / normaliser[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -94,20 +103,18 @@ def flash_decode(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    slot_keys: torch.Tensor,
-    slot_values: torch.Tensor,
-    prompt_keys: torch.Tensor,
-    prompt_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
-    prompts: torch.Tensor,
     prompt_lengths: torch.Tensor,
     scaling: float,
     window: int,
 ) -> torch.Tensor:
     """See `decode_attention`."""
     rows, heads, dim = query.shape
-    key_heads = slot_keys.shape[2]
+    key_heads = keys.shape[2]
     group = heads // key_heads
     padded = max(LEAST_ROWS, triton.next_power_of_2(group))
     is_wide = query.element_size() == 2 and dim >= WIDE
@@ -117,11 +124,10 @@ def flash_decode(
     out = torch.empty_like(query)
     kernel: Any = _flash_decode
     kernel[(rows, key_heads)](
-        query, key, value, slot_keys, slot_values, prompt_keys, prompt_values,
-        slots, lengths, prompts, prompt_lengths, out,
-        key.stride(0), value.stride(0), slot_keys.stride(0), prompt_keys.stride(0), scaling, window,
+        query, key, value, keys, values, tables, slots, lengths, prompt_lengths, out,
+        key.stride(0), value.stride(0), tables.stride(0), scaling, window,
         HEADS=key_heads, GROUP=group, DIM=dim, ROWS=padded,
-        DIMS=max(16, triton.next_power_of_2(dim)), BLOCK=block,
+        DIMS=max(16, triton.next_power_of_2(dim)), BLOCK=block, TOKENS=PAGE,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

@@ -33,11 +33,13 @@ class Job:
     """Set by the event loop; the decoder then frees what the job occupies."""
     first_version: int = 0
     """Version of the weights that wrote the first token."""
+    num_pauses: int = 0
+    """Times that it gave up its keys and values to others and had to wait."""
 
     def ended(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> Answer:
         """`version`: of the weights that wrote the last token."""
         reason: FinishReason = "stop" if ids[-1] in self.request.sampling.stop_ids else "length"
-        return Answer(tuple(ids), tuple(logprobs), reason, (self.first_version, version))
+        return Answer(tuple(ids), tuple(logprobs), reason, (self.first_version, version), self.num_pauses)
 
 
 Outcome = tuple[Job, "Answer | list[int]"]

@@ -1,15 +1,19 @@
 """The memory plan: what a run holds on its device, and how many tokens a batch may have in the memory that is left.
 
 In: settings, the loaded policy, the longest prompt. Out: `MemoryPlan`. Keys that the settings leave open (tokens per
-batch, gradient checkpointing) are decided here, by the size of the device.
+batch, gradient checkpointing) are decided here, by the size of the device, and so is how much of a GPU the in-process
+engine's keys and values take: training gets what it needs at least, then they get what the run can need, and larger
+batches get the rest.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from podium.engine.cuda.decode_step import Capacity
+from podium.engine.cuda.roster import LEAST_BATCH
 from podium.engine.decoding.plain import packed_weights
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
@@ -40,7 +44,9 @@ is chosen, not measured: 3.5 times the work at which 1.7B parameters are trained
 
 LEAST_TOKENS = 2048
 """A smaller batch wastes time; gradient checkpointing is used before batches get smaller than this."""
-
+CACHE_ROOM = 0.5
+"""Share of the room beside what is held that keys and values may claim before batches of more than LEAST_TOKENS get it.
+Chosen, not measured: where both want more than there is, halves slow neither side down by much."""
 
 HELD = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
 """What a run holds whatever the size of its batches; "trained" counts the gradients."""
@@ -60,6 +66,8 @@ class MemoryPlan:
     reference: int
     engine_copy: int
     cache: int
+    """Keys and values, and what else grows with the rollouts that are written at the same time: what the in-process
+    engine on a GPU takes for training."""
     logits: int
     per_token: float
     """Bytes that a training pass keeps per token of a batch."""
@@ -74,6 +82,11 @@ class MemoryPlan:
     def fixed(self) -> int:
         """Bytes held whatever the size of a batch; gradients are as large as the trained weights."""
         return sum(getattr(self, name) for name in HELD)
+
+    @property
+    def cache_limit(self) -> int:
+        """Most that the engine's keys and values may take: an evaluation may need more of them than training."""
+        return max(self.cache, int(USED_SHARE * self.device - (self.total - self.cache)))
 
     @property
     def total(self) -> float:
@@ -110,7 +123,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
         "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
         "reference": trained if _copies_reference(settings, policy) else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
-        "cache": _cache(settings, policy, longest_prompt, longest_answer),
+        "cache": 0,
         "logits": _logits(policy, compute_dtype or policy.model.dtype, max(min(most, a_step), longest)),
         "longest_document": longest,
         "tokens_per_step": a_step,
@@ -118,14 +131,21 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     plain = saved_bytes_per_token(policy, compute_dtype)
     if is_compiled(policy.model):
         plain *= SAVED_SHARE
+    needed = _cache(settings, policy, longest_prompt, longest_answer)
+    held["cache"] = needed.least
     checkpointing = options.get("gradient_checkpointing")
     if checkpointing is None:
         room = _room(held, plain)
         checkpointing = room < max(longest, LEAST_TOKENS)
     per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
     if tokens is None:
-        tokens = max(longest, min(most, _room(held, per_token)) // 256 * 256, 256)
-    return MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+        least = max(longest, min(LEAST_TOKENS, _room(held, per_token)))
+        held["cache"] += min(needed.most - needed.least, max(0, int(CACHE_ROOM * _room_bytes(held))))
+        tokens = max(least, min(most, _room(held, per_token)) // 256 * 256, 256)
+        held["cache"] = needed.least
+    plan = MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
+    left = _room_bytes(held) - per_token * plan.largest_batch
+    return replace(plan, cache=min(needed.most, needed.least + max(0, int(left))))
 
 
 def _logits(policy: Policy, precision: torch.dtype, most_tokens: int) -> int:
@@ -144,7 +164,12 @@ def most_tokens(device_type: str, flops_per_token: int) -> int:
 
 def _room(held: dict[str, Any], per_token: float) -> int:
     """Tokens for which there is memory, next to what is held."""
-    return max(0, int((USED_SHARE * held["device"] - sum(held[name] for name in HELD)) / per_token))
+    return max(0, int(_room_bytes(held) / per_token))
+
+
+def _room_bytes(held: dict[str, Any]) -> float:
+    """Memory next to what is held; below 0 where that is too much already."""
+    return USED_SHARE * held["device"] - sum(held[name] for name in HELD)
 
 
 def _copies_reference(settings: Settings, policy: Policy) -> bool:
@@ -196,28 +221,45 @@ def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:
     return compute_dtype if policy.device.type == "cuda" and compute_dtype != policy.model.dtype else None
 
 
-def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answer: int) -> int:
-    """Bytes of keys and values of all rollouts that are generated at the same time."""
+@dataclass(frozen=True)
+class CacheNeed:
+    """Bytes for keys and values."""
+
+    least: int
+    """With which rollouts can be written at all."""
+    most: int
+    """That all rollouts of a step can need at the same time."""
+
+
+def _cache(settings: Settings, policy: Policy, longest_prompt: int, longest_answer: int) -> CacheNeed:
+    """For the rollouts that are written at the same time."""
     if "rollout_workers" in settings.runtime.options:
-        return 0
+        return CacheNeed(0, 0)
     has_share = "memory_share" in settings.engine.options or settings.engine_traits.outlives_run
     if has_share and policy.device.type == "cuda":
-        return 0  # part of its share, or on a server's device
+        return CacheNeed(0, 0)  # part of its share, or on a server's device
     dtype = _half_on_cuda(settings, policy) or policy.model.dtype
     per_token = cache_elements_per_token(policy.model) * dtype.itemsize
-    if policy.device.type == "cuda":  # a group shares the cache of its prompt
+    if policy.device.type != "cuda":
+        every = per_token * num_slots(settings) * (longest_prompt + longest_answer)
+        return CacheNeed(every, every)
+
+    def of(rollouts: int) -> int:
+        """A group shares the pages of its prompt."""
         capacity = Capacity.fitting(
             per_token,
             policy.vocabulary,
-            device_bytes(policy.device),
-            rollouts=settings.plan.prompts_per_window * settings.run.rollouts_per_prompt,
+            math.inf,
+            rollouts=rollouts,
             group=settings.run.rollouts_per_prompt,
             concurrency=num_slots(settings),
             longest=(longest_prompt, max(1, longest_answer)),
             stops=len(policy.stop_ids) + 2 * len(settings.rollout.options.get("stop", ())),  # a text may have two ids
         )
         return capacity.cache_bytes(per_token, policy.vocabulary)
-    return per_token * num_slots(settings) * (longest_prompt + longest_answer)
+
+    every = settings.plan.prompts_per_window * settings.run.rollouts_per_prompt
+    return CacheNeed(of(min(every, LEAST_BATCH)), of(every))
 
 
 def num_slots(settings: Settings) -> int:
