@@ -28,6 +28,7 @@ ALLOWED = {
     "remote/engine_pool.py: arrived.get()": "the loop's own wait for groups, which the watchdog limits",
     "engine/cuda/captured.py: copy.wait()": "for the device; the watchdog limits it",
     "engine/cuda/captured.py: look.wait()": "for the device; the watchdog limits it",
+    "engine/cuda/captured.py: seat.written.wait()": "for the device; the watchdog limits it",
     "remote/pool.py: sign.result()": "the task is done",
     "remote/pool.py: assigned.result()": "the future is done",
     "remote/fork_server.py: self._process.wait()": "after SIGKILL",
