@@ -444,6 +444,7 @@ def test_a_reward_that_breaks_its_contract_ends_the_run_with_one_message(here: P
     )
     done = run_command("train", "lies.toml", "--quiet", folder=here)
     assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     (message,) = done.stderr.splitlines()
     assert re.fullmatch(
         r"podium: reward 'mine:lies' on prompt \d \(arithmetic\) returned 'high' of type str; .*", message

@@ -289,4 +289,4 @@ def test_every_broken_rule_is_listed() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "Deaf breaks 2 rules:"
     assert lines[1].startswith("the_seed_decides_the_tokens: different seeds of one prompt gave the same tokens")
-    assert lines[2].startswith("on_tokens_receives_the_whole_answer: on_tokens was given 0 of 24 tokens")
+    assert lines[2].startswith("on_tokens_receives_the_whole_answer: on_tokens got 0 of 24 tokens")

@@ -136,14 +136,19 @@ def test_weights_of_every_kind_are_proven_and_old_ones_seen(model: dict, snapsho
         assert "packed copy of other weights" in str(difference(trainer.weights(), held, scale))
 
 
-def test_an_adapter_that_peft_has_switched_off_is_seen(tmp_path: Path) -> None:
-    trainer = Moving(a_policy(dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_peft_has_switched_off_is_sampled_with_all_the_same(dtype: str) -> None:
+    """The engine has layers of its own, so a KL reference that switches the trainer's off cannot change rollouts."""
+    trainer = Moving(a_policy(dtype=dtype))
     engine = Inprocess(trainer.policy)
-    pushes(trainer, engine, Shared(delivery(trainer, engine, "bfloat16", tmp_path)), 1, 0.0)
-    module = next(m for m in trainer.policy.model.modules() if hasattr(m, "lora_A"))
-    module.enable_adapters(False)  # type: ignore[operator]
-    held = asyncio.run(engine.held())
-    assert "does not use its adapter" in str(difference(trainer.weights(), held, trainer.policy.adapter_scale))
+    trainer.step(1e-2)
+    asyncio.run(engine.load_weights(trainer.weights(), 1))
+    before = asyncio.run(engine.score(PROBE))
+    with trainer.policy.peft.disable_adapter():
+        assert asyncio.run(engine.score(PROBE)) == before
+        assert asyncio.run(trainer.score(PROBE)) != before
+        held = asyncio.run(engine.held())
+    assert difference(trainer.weights(), held, trainer.policy.adapter_scale) is None
 
 
 def test_the_run_of_an_engine_that_never_applies_its_adapter_ends(

@@ -376,7 +376,7 @@ class StoreDelivery(Delivery):
 
 
 class ReferenceActor(RunActor):
-    def open(self, model: Mapping[str, Any], precision: str, seed: int) -> None:
+    def open(self, model: Mapping[str, Any], precision: str | None, seed: int) -> None:
         self._needs = model, precision, seed
 
     def load(self) -> dict[str, Any]:
