@@ -62,7 +62,7 @@ def add_branches() -> None:
     from podium.engine.cuda.branches import add_branches
     from podium.engine.cuda.branches_kernel import add_branches_on_cuda
 
-    for rows, outputs, inner in ((1, 24, 16), (9, 300, 32), (130, 129, 64)):
+    for rows, outputs, inner in ((1, 24, 16), (9, 300, 32), (130, 129, 64), (20, 140, 512)):
         product, b = torch.randn(rows, outputs + inner), torch.randn(outputs, inner)
         expected, found = product.clone(), product.clone()
         add_branches(expected, b, 2.0)

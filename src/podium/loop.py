@@ -1,4 +1,4 @@
-"""The training loop, one line a stage. Start reading here.
+"""The training loop, one line per stage. Start reading here.
 
      ┌─────────────── refill (what the filter dropped) ──┐
      ▼                                                   │

@@ -104,7 +104,11 @@ class Inprocess:
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, _frozen(parameter.detach().clone()))
             self._model.tie_weights()
-        ranks = {name.rpartition(".lora_")[0]: len(a) for name, a in policy.named_weights() if name.endswith(".lora_A")}
+        ranks = {
+            name.rpartition(".lora_")[0]: getattr(a, "ds_shape", a.shape)[0]  # ZeRO-3 leaves a placeholder of size 0
+            for name, a in policy.named_trained()
+            if name.endswith(".lora_A")
+        }
         self._adapted = list(ranks)
         if self._compute_dtype is not None:
             self._halve(ranks)

@@ -1,6 +1,6 @@
 """Runs an object in processes of its own: the driver's end.
 
-    driver ── ForkServer ──► a fresh interpreter, which forks children and buries them (fork_server_process.py)
+    driver ── ForkServer ──► a fresh interpreter, which forks and reaps children (fork_server_process.py)
        │                          │
        └───── Child ────────► children, each of which serves the object: calls by name, replies as bytes
 

@@ -1,7 +1,7 @@
 """The process behind a ForkServer, and its children.
 
-The server makes the object, if it is shared, then forks children and buries them until the driver closes its end or is
-gone. Each child leads a session of its own and dies with the server. What a child leaves behind (a daemon in a session
+The server makes the object, if it is shared, then forks and reaps children until the driver closes its end or is gone.
+Each child leads a session of its own and dies with the server. What a child leaves behind (a daemon in a session
 of its own) becomes the server's child, and the server kills it. A child calls the methods of the object:
 `method(content, reply)` gets bytes and replies with bytes, as often as the driver expects.
 """

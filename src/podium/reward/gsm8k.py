@@ -1,7 +1,7 @@
 """1 if the last number of the text is the number of the answer, else 0; commas and units do not count.
 
 The answer is a number (`18`, `"1,200"`, `"$18"`, `"7/8"`) or GSM8K's own text, where the answer follows `####`.
-`18.00` equals `18`; `answers/numbers.py` says what is a number. `12 million` in a text is 12,000,000 and also 12,
+`18.00` equals `18`; `scoring/verifiers.py` says what is a number. `12 million` in a text is 12,000,000 and also 12,
 because some questions ask for millions. An answer with several numbers (`12:30`, `10^6`) or with a word such as
 `million` is refused when the rows are loaded, because it names no single number.
 """

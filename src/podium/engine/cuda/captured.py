@@ -220,6 +220,11 @@ class CapturedDecoder:
             self.check_room(request)
         if not self._has_room_for(requests):
             wanted = self._capacity_for(requests)
+            if not all(map(wanted.takes, requests)):
+                raise InputError(
+                    f"the memory for keys and values, {self._budget / 1e9:.2f} GB, does not hold the longest prompt "
+                    "together with the longest answer so far; shorten one of them, or leave the engine more memory"
+                )
             self._step = None  # its memory first
             self._step = DecodeStep(self._model, wanted, self._compute_dtype)
             self._resize(wanted)
@@ -254,7 +259,10 @@ class CapturedDecoder:
         return [] if self._step is None else self._step.faults(self._model)
 
     def _has_room_for(self, requests: Sequence[Request]) -> bool:
-        return self._step is not None and self._step.capacity.holds(self._capacity_for(requests))
+        if self._step is None:
+            return False
+        capacity = self._step.capacity
+        return capacity.holds(self._capacity_for(requests)) and all(map(capacity.takes, requests))
 
     def _capacity_for(self, requests: Sequence[Request]) -> Capacity:
         """For these requests and, as far as memory allows, all that there was room for before. Where an answer is

@@ -85,7 +85,9 @@ class Capacity:
         return (self.prompt_columns + self.columns) // PAGE
 
     def holds(self, other: Capacity) -> bool:
-        return all(mine >= theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+        """Whether the tables have room for `other`. Pages do not count: with fewer, rollouts wait for each other."""
+        names = ("slots", "columns", "prompt_columns", "stops")
+        return all(getattr(self, name) >= getattr(other, name) for name in names)
 
     def takes(self, request: Request) -> bool:
         """Whether there are pages for this request if it is written alone."""

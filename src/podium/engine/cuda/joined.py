@@ -11,6 +11,7 @@ Nothing is held twice: a layer that shares its weight with the trainer's keeps s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -140,7 +141,7 @@ def join_weights(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
-            if all(map(_can_join, layers)) and len({layer.bias is None for layer in layers}) == 1:  # type: ignore[union-attr]
+            if all(map(_can_join, layers)) and len({_form(layer) for layer in layers}) == 1:
                 module.add_module(_joined_name(names), Joined(layers))  # type: ignore[arg-type]
         done = {name for names in _sets(module) for name in names}
         for name, layer in list(module.named_children()):
@@ -185,6 +186,11 @@ PREFIX, SEPARATOR = "joined_", "__and__"
 
 def _joined_name(names: tuple[str, ...]) -> str:
     return PREFIX + SEPARATOR.join(names)
+
+
+def _form(layer: Any) -> tuple[bool, int, torch.dtype]:
+    """What layers of one product have in common."""
+    return layer.bias is None, layer.weight.shape[1], layer.weight.dtype
 
 
 def _can_join(layer: object) -> bool:
