@@ -68,7 +68,7 @@ async def pushes(policy: Any, engine: Any, channel: str, case: dict[str, Any]) -
     import torch
 
     from podium.settings.lookup import find
-    from podium.sync._delivery import Delivery, Noise, check_parity
+    from podium.sync import Delivery, Noise, check_parity
 
     trainer: Any = Standing(policy)
     noise = Noise(engine.traits.dtype)

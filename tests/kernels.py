@@ -12,7 +12,7 @@ import torch
 
 def flash_decode() -> None:
     from podium.engine.cuda.decode_attention import decode_attention
-    from podium.engine.cuda.flash_decode import flash_decode
+    from podium.engine.cuda.kernels import flash_decode
     from podium.engine.cuda.pages import PAGE
 
     tables = torch.randperm(29)[:28].view(7, 4).int()  # four pages for each of seven slots
@@ -49,7 +49,7 @@ def softmax_rows() -> None:
 
 
 def block_masses() -> None:
-    from podium.engine.cuda.block_masses import block_masses_on_cuda
+    from podium.engine.cuda.kernels import block_masses_on_cuda
     from podium.engine.decoding.sampling import block_masses
 
     for vocabulary in (100, 512, 5000):
@@ -59,8 +59,8 @@ def block_masses() -> None:
 
 
 def add_branches() -> None:
-    from podium.engine.cuda.branches import add_branches
-    from podium.engine.cuda.branches_kernel import add_branches_on_cuda
+    from podium.engine.cuda.joined import add_branches
+    from podium.engine.cuda.kernels import add_branches_on_cuda
 
     for rows, outputs, inner in ((1, 24, 16), (9, 300, 32), (130, 129, 64), (20, 140, 512)):
         product, b = torch.randn(rows, outputs + inner), torch.randn(outputs, inner)

@@ -94,7 +94,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    return part(path.relative_to(ROOT).with_suffix("").parts)
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return part(names[:-1] if len(names) > 1 and names[-1] == "__init__" else names)
 
 
 def part(names: tuple[str, ...]) -> str:

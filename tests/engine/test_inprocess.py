@@ -12,9 +12,8 @@ import torch
 
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.joined import Joined
-from podium.engine.decoding.plain import PlainDecoder
+from podium.engine.decoding.plain import PlainDecoder, widen
 from podium.engine.decoding.queue import decode_now
-from podium.engine.decoding.slots import widen
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model.device_thread import SHARED

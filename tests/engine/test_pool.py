@@ -19,7 +19,7 @@ from podium.records import EngineTraits
 from podium.remote.loop_thread import LoopThread
 from podium.run.start import train
 from podium.settings.tables import Model, Settings
-from podium.sync._delivery import Noise, check_parity
+from podium.sync import Noise, check_parity
 from tests.conftest import small_tables
 
 

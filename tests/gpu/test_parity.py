@@ -10,7 +10,7 @@ from podium.engine.inprocess import Inprocess
 from podium.errors import ParityError
 from podium.model.load import load_policy
 from podium.settings.sections import Model
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise
 from podium.sync.shared import Shared
 from tests.sync.test_faults import PROBE, Moving, pushes
 

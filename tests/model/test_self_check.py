@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from podium.engine import inprocess
-from podium.engine.decoding.slots import Slots
+from podium.engine.decoding.plain import Slots
 from podium.engine.inprocess import Inprocess
 from podium.errors import InputError
 from podium.model import attention, self_check

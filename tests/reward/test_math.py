@@ -6,7 +6,7 @@ import pytest
 from podium.errors import InputError
 from podium.records import Row
 from podium.reward.math import find_answer, last_boxed, math
-from podium.reward.math_answers.same import same_answer
+from podium.reward.math_answers import same_answer
 from podium.reward.scoring.stage import declared_range
 from podium.reward.strict_math import strict_math
 from tests.builders import make_prompt, make_rollout

@@ -36,11 +36,10 @@ from podium.remote.codec import from_json, to_json
 from podium.run.checkpoint import list_checkpoints, read_tensors
 from podium.run.folder import RunFolder
 from podium.run.start import StopSignal, Summary, resume, train
-from podium.runtime.on_flyte import environments as where
-from podium.runtime.on_flyte import tasks
+from podium.runtime import on_flyte as where
+from podium.runtime.on_flyte import Dir, _installed, extras_of, flyte, image_with, tasks
+from podium.runtime.on_flyte import packages as packages_with
 from podium.runtime.on_flyte.driver import Store, drive, prepare_cluster
-from podium.runtime.on_flyte.environments import Dir, _installed, extras_of, flyte, image_with
-from podium.runtime.on_flyte.environments import packages as packages_with
 from podium.runtime.on_flyte.stages import _asked_for, read
 from podium.runtime.on_flyte.tasks import Job
 from podium.settings.tables import Settings
@@ -450,7 +449,7 @@ def test_another_podium_is_another_version_of_the_tasks(tmp_path: Path, monkeypa
         folder = tmp_path / "podium"
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").write_text(text)
-        monkeypatch.setattr("podium.runtime.on_flyte.environments.PACKAGE", folder)
+        monkeypatch.setattr("podium.runtime.on_flyte.PACKAGE", folder)
         versions.append(cluster(tmp_path, monkeypatch)[0]._version)
     assert versions[0] == versions[1] != versions[2]
 

@@ -22,7 +22,7 @@ from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy
 from podium.remote.codec import from_json, to_json
 from podium.settings.sections import Model
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise
 from podium.sync.adapter import Adapter
 from podium.sync.shared import Shared
 from tests import commands

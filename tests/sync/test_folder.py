@@ -14,7 +14,7 @@ from podium.model.forward import sequence_logprobs
 from podium.model.load import Policy, load_policy
 from podium.settings.sections import Model
 from podium.settings.tables import Settings
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise
 from podium.sync.adapter import Adapter
 from podium.sync.disk import Disk
 

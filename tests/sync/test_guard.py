@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from podium.errors import WeightsError
-from podium.sync._delivery import check_finite
+from podium.sync import check_finite
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

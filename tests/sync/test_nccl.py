@@ -20,8 +20,7 @@ from podium.model.load import Policy, load_policy
 from podium.records import EngineTraits
 from podium.settings.sections import Model
 from podium.settings.tables import Settings
-from podium.sync import nccl
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise, nccl
 from podium.sync.nccl import Nccl, check_devices, update_info
 
 

@@ -9,7 +9,7 @@ import pytest
 from podium.errors import ParityError
 from podium.model.evidence import Held
 from podium.records import EngineTraits
-from podium.sync._delivery import FLOOR, SAFETY, TOLERANCE, Noise, check_parity
+from podium.sync import FLOOR, SAFETY, TOLERANCE, Noise, check_parity
 
 
 def check(expected: list[float], found: list[float], noise: str | Noise, held: Held | None = None) -> None:

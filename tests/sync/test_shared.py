@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from podium.errors import ParityError
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise
 from podium.sync.shared import Shared
 from tests.fakes import FakeEngine
 

@@ -14,26 +14,25 @@ for CPUs, where large layers are packed, and for models that cannot be captured.
 import asyncio
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch.utils._triton import has_triton
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.joined import AdaptedLinear, join_weights
 from podium.engine.cuda.replayed_score import ReplayedScore
-from podium.engine.decoding.evidence import Halves, held_adapter, held_full, merged
 from podium.engine.decoding.plain import PackedLinear, PlainDecoder, pack_layers
 from podium.engine.decoding.queue import Arrivals, Decoder, Outcome, RequestQueue, check_room, decode_now
 from podium.engine.decoding.trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.model.device_thread import SHARED, beside_the_trainer
-from podium.model.evidence import Held
+from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
 from podium.model.forward import sequence_logprobs
 from podium.model.handoff import read_published
 from podium.model.load import Policy
@@ -48,6 +47,8 @@ PROBE = [Request(tuple(range(1, 6)), Sampling(max_new_tokens=4), seed, PrefixGro
 """What is decoded to compare with a plain forward pass."""
 SCORED_AT_ONCE = 256
 """Tokens of a text, so that not all logits of a long one exist at the same time."""
+Halves = tuple[torch.Tensor, torch.Tensor]
+"""A and B of one adapted layer."""
 
 
 class Inprocess:
@@ -290,3 +291,61 @@ def _warn_of_plain_decoding(reason: str) -> None:
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+# ---- what the engine shows of its weights (model/evidence.py), read from the layers that it samples with
+
+
+@torch.no_grad()
+def held_full(model: PreTrainedModel, faults: Iterable[str] = ()) -> Held:
+    """Every parameter; where a layer multiplies with a packed copy, that copy is compared with its parameter."""
+    stale = [
+        f"{name} multiplies with a packed copy of other weights"
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear) and not torch.equal(module.unpacked(), module.weight)
+    ]
+    return Held({name: shown(tensor) for name, tensor in model.named_parameters()}, faults=(*faults, *stale))
+
+
+@torch.no_grad()
+def held_adapter(
+    model: PreTrainedModel,
+    layers: Iterable[str],
+    base: Mapping[str, torch.Tensor],
+    laid: Mapping[str, Halves],
+    scale: float,
+    faults: Iterable[str] = (),
+) -> Held:
+    """The halves that each layer was given, and its branch; `base` and `laid` are of layers that merge them.
+
+    A merged layer has no branch. It is computed once more as base + scale·B·A, which gives the same bits.
+    """
+    tensors: dict[str, Shown] = {}
+    scales: dict[str, float] = {}
+    branches: dict[str, torch.Tensor] = {}
+    found = list(faults)
+    for layer in layers:
+        module: Any = model.get_submodule(layer)
+        if isinstance(module, AdaptedLinear):
+            a, b, scales[layer] = module.a, module.b, module.scale
+            branches[layer] = module.branch(branch_input(a.shape[1], a.device, a.dtype))[0]
+        elif layer not in laid:
+            found.append(f"no adapter was applied to {layer}")
+            continue
+        else:
+            (a, b), scales[layer] = laid[layer], scale
+            if not torch.equal(_weight(module), merged(base[layer], a, b, scale)):
+                found.append(f"{layer} does not equal its base weights plus the adapter")
+        tensors |= {f"{layer}.lora_A": shown(a), f"{layer}.lora_B": shown(b)}
+    views = torch.stack([branch_views(output) for output in branches.values()]).tolist() if branches else []
+    return Held(tensors, scales, dict(zip(branches, views, strict=True)), faults=tuple(found))
+
+
+def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """base + scale·B·A"""
+    return torch.addmm(base.to(a.dtype), b, a, alpha=scale)
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """What the layer really multiplies with."""
+    return module.unpacked() if isinstance(module, PackedLinear) else module.weight

@@ -13,7 +13,7 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
-from podium.reward.math_answers.same import same_answer
+from podium.reward.math_answers import same_answer
 from podium.reward.math_answers.spelling import normal
 from podium.reward.scoring.verifiers import (
     answer_as_text,

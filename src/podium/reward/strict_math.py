@@ -5,7 +5,7 @@ Answers are compared as `math` compares them.
 
 from podium.records import Prompt, Rollout
 from podium.reward.math import expected_answer, last_boxed, usable
-from podium.reward.math_answers.same import same_answer
+from podium.reward.math_answers import same_answer
 from podium.reward.scoring.verifiers import answer_within, declare_range, gold_answer, judges_answer, reads_answer
 
 

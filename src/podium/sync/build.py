@@ -9,7 +9,7 @@ from podium.settings.contracts import checked, user_code
 from podium.settings.lookup import find
 from podium.settings.tables import Settings
 from podium.stages import Engine, Sync, Trainer
-from podium.sync._delivery import Delivery, Noise
+from podium.sync import Delivery, Noise
 
 PROBE_PROMPTS = 4
 

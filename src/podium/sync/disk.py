@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from podium.errors import InputError
-from podium.sync._delivery import Channel, Delivery
+from podium.sync import Channel, Delivery
 
 
 class Disk(Channel):

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from podium.errors import EngineError, InputError, PodiumError
 from podium.model.handoff import in_saved_format
-from podium.sync._delivery import Channel, Delivery
+from podium.sync import Channel, Delivery
 
 
 class Nccl(Channel):

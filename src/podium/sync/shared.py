@@ -5,7 +5,7 @@ adapter is added to the base weights in the engine's scratch copy. A snapshot en
 check follows each push.
 """
 
-from podium.sync._delivery import Channel
+from podium.sync import Channel
 
 
 class Shared(Channel):

@@ -81,7 +81,7 @@ def decode_attention(
 
 @decode_attention.register_kernel("cuda")
 def _on_cuda(*args) -> torch.Tensor:
-    from podium.engine.cuda.flash_decode import flash_decode  # needs Triton
+    from podium.engine.cuda.kernels import flash_decode  # needs Triton
 
     return flash_decode(*args)
 

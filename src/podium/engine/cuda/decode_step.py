@@ -276,7 +276,7 @@ _fused_likeliest = fused_on_cuda(draw_likeliest)
 def _fast_masses(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     if not logits.is_cuda:
         return block_masses(logits, temperature)
-    from podium.engine.cuda.block_masses import block_masses_on_cuda  # needs Triton
+    from podium.engine.cuda.kernels import block_masses_on_cuda  # needs Triton
 
     return block_masses_on_cuda(logits, temperature)
 

@@ -16,13 +16,30 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from podium.engine.cuda.branches import add_branches
 from podium.model.products import ExactLinear, exact_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module with one input, in the order in which transformers' models call them."""
 LEAST_INNER = 16
 """The A halves are padded with rows of zeros to this or a higher power of 2, as kernels need it."""
+
+
+@torch.library.custom_op("podium::add_branches", mutates_args=("product",))
+def add_branches(product: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """Adds scale · B·A·x to the outputs, in place.
+
+    `product` `[rows, outputs + inner]` is that of a `Joined`, whose last columns are A·x; `b` `[outputs, inner]` are
+    the B halves. On CUDA this is one kernel per set of layers, where a product, a sum and their copies would be four.
+    """
+    outputs, inner = product.split([len(b), product.shape[1] - len(b)], 1)
+    outputs += linear(inner.to(b.dtype), b) * scale
+
+
+@add_branches.register_kernel("cuda")
+def _on_cuda(product: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    from podium.engine.cuda.kernels import add_branches_on_cuda  # needs Triton
+
+    add_branches_on_cuda(product, b, scale)
 
 
 class AdaptedLinear(torch.nn.Module):

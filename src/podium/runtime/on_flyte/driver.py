@@ -26,8 +26,8 @@ import podium
 from podium.errors import CheckpointError, InputError
 from podium.run.checkpoint import list_checkpoints, step_of
 from podium.run.folder import OUTSIDE, RunFolder
-from podium.runtime.on_flyte import environments as where
-from podium.runtime.on_flyte.environments import Dir, errors, flyte, quietly, storage
+from podium.runtime import on_flyte as where
+from podium.runtime.on_flyte import Dir, errors, flyte, quietly, storage
 from podium.runtime.on_flyte.tasks import as_podium_error, fetch_model, final_if_named, stored
 from podium.runtime.ranks.launch import run_job
 from podium.settings.tables import CHOICES, Settings

@@ -35,9 +35,8 @@ from podium.reward.build import check_retirement, check_scoring, scoring_recipe
 from podium.run.build import check_space
 from podium.run.checkpoint import TENSORS
 from podium.run.folder import RunFolder
-from podium.runtime.on_flyte import tasks
+from podium.runtime.on_flyte import RETRIES, Dir, configure, errors, flyte, report, storage, tasks
 from podium.runtime.on_flyte.driver import Driving
-from podium.runtime.on_flyte.environments import RETRIES, Dir, configure, errors, flyte, report, storage
 from podium.runtime.on_flyte.tasks import BATCHES, Job, Reply, as_podium_error, read_state, release, stored, with_base
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.settings.tables import Settings

@@ -31,12 +31,12 @@ from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
 from podium.rollout.build import make_rollout_for
 from podium.run.checkpoint import TENSORS, read_tensors
-from podium.runtime.on_flyte import environments as where
-from podium.runtime.on_flyte.environments import Dir, errors, flyte, storage
+from podium.runtime import on_flyte as where
+from podium.runtime.on_flyte import Dir, errors, flyte, storage
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import HostedTrainer
 from podium.settings.tables import Settings
-from podium.sync._delivery import check_parity
+from podium.sync import check_parity
 from podium.sync.build import rounding
 from podium.trainer.build import check_trainer
 

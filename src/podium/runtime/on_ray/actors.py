@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from podium.errors import EngineError, InputError, PodiumError, ProvisionError
 from podium.remote.codec import decode, encode
-from podium.runtime.on_ray.cluster import Cluster, DriverContext
+from podium.runtime.on_ray import Cluster, DriverContext
 
 LARGE = 1 << 20
 """A message of this many bytes is sent as an array, which the object store passes on without a copy."""

@@ -49,7 +49,7 @@ from podium.server.door import Refusal
 from podium.server.serve import load_engine, make_served
 from podium.settings.tables import Settings
 from podium.stages import OnTokens
-from podium.sync._delivery import Delivery
+from podium.sync import Delivery
 from podium.sync.nccl import free_port
 from podium.trainer.build import check_trainer
 

@@ -21,8 +21,8 @@ from podium.reward.build import ScoringRecipe, check_retirement, check_scoring, 
 from podium.rollout.build import make_rollout_for
 from podium.run.build import check_space
 from podium.run.folder import RunFolder
+from podium.runtime.on_ray import Cluster
 from podium.runtime.on_ray.actors import ActorGroup, all_of, results
-from podium.runtime.on_ray.cluster import Cluster
 from podium.runtime.on_ray.models import (
     ReferenceActor,
     RemotePolicy,

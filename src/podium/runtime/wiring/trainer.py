@@ -36,7 +36,7 @@ from podium.runtime.wiring.memory import MemoryPlan, memory_plan
 from podium.settings.sections import Model, SeparateReference
 from podium.settings.tables import Settings
 from podium.stages import Trainer
-from podium.sync._delivery import check_finite
+from podium.sync import check_finite
 from podium.trainer.build import build_trainer
 
 START_S = 600.0

@@ -1,9 +1,14 @@
-"""The CUDA kernel of decode attention (flash decoding): a program a row and key head, keys read once, up to their end.
+"""The CUDA kernels of a decode step, in Triton: attention, the beginning of a draw, the branches of adapted layers.
 
-All query heads of a key head are one matrix, so grouped queries read the cache once. The softmax is accumulated block
-by block in float32, first over the prompt, whose pages a group shares, then over the row's own pages, last over the
-row's new key, which the program also writes into the row's last page: no other program looks there. A block lies in one
-page, so each block costs one look into the table of pages.
+**Attention** (flash decoding) has a program per row and key head, which reads keys once, up to their end. All query
+heads of a key head are one matrix, so grouped queries read the cache once. The softmax is accumulated block by block in
+float32, first over the prompt, whose pages a group shares, then over the row's own pages, last over the row's new key,
+which the program also writes into the row's last page: no other program looks there. A block lies in one page, so each
+block costs one look into the table of pages.
+
+**A draw** begins with the mass of each block of ids, for which the logits are read once.
+
+**Branches** are added by a program per tile of the outputs, which are read and written once.
 """
 
 from typing import Any
@@ -13,9 +18,10 @@ import triton
 import triton.language as tl
 
 from podium.engine.cuda.pages import PAGE
+from podium.engine.decoding.sampling import BLOCK_WIDTH
 
 LEAST_ROWS = 16
-"""Of a matrix product in Triton; fewer query heads are padded."""
+"""Of a matrix product in Triton; fewer rows, or query heads, are padded."""
 WIDE = 128
 """Dimensions of a head from which on the smallest programs are the fastest in half precision; measured on an H200."""
 
@@ -131,3 +137,74 @@ def flash_decode(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
+
+
+BLOCKS_A_PROGRAM = 4
+
+
+@triton.jit
+def _block_masses(
+    logits, temperature, masses, vocabulary, num_blocks,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    values = tl.load(logits + row * vocabulary + columns, mask=columns < vocabulary, other=float("-inf"))
+    values /= tl.load(temperature + row)
+    top = tl.max(values, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mass = top + tl.log(tl.sum(tl.exp(values - top[:, None]), 1))
+    tl.store(masses + row * num_blocks + blocks, mass, mask=blocks < num_blocks)
+
+
+def block_masses_on_cuda(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """See `block_masses`; for contiguous float32 logits."""
+    rows, vocabulary = logits.shape
+    num_blocks = triton.cdiv(vocabulary, BLOCK_WIDTH)
+    masses = torch.empty(rows, num_blocks, device=logits.device)
+    kernel: Any = _block_masses
+    kernel[(rows, triton.cdiv(num_blocks, BLOCKS_A_PROGRAM))](
+        logits, temperature, masses, vocabulary, num_blocks, BLOCKS=BLOCKS_A_PROGRAM, WIDTH=BLOCK_WIDTH
+    )
+    return masses
+
+
+TILE = 128
+"""Most rows, and outputs, of a program that adds branches."""
+CHUNK = 64
+"""Most inner columns of a product at a time: all of a large rank would not fit into a GPU's shared memory."""
+
+
+@triton.jit
+def _add_branches(
+    product, b, scale, num_rows, num_outputs, row_stride,
+    INNER: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    begins = product + rows.to(tl.int64)[:, None] * row_stride
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for first in range(0, INNER, CHUNK):
+        inner = first + tl.arange(0, CHUNK)
+        x = tl.load(begins + num_outputs + inner[None, :], mask=is_row[:, None], other=0.0)
+        halves = tl.load(b + outputs[:, None] * INNER + inner[None, :], mask=is_output[:, None], other=0.0)
+        total += tl.dot(x.to(halves.dtype), tl.trans(halves), input_precision=PRECISION)
+    branch = total.to(b.dtype.element_ty).to(tl.float32) * scale  # a product is rounded before it is scaled
+    mask = is_row[:, None] & is_output[None, :]
+    base = tl.load(begins + outputs[None, :], mask=mask, other=0.0)
+    tl.store(begins + outputs[None, :], (base.to(tl.float32) + branch).to(base.dtype), mask=mask)
+
+
+def add_branches_on_cuda(product: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """See `add_branches` in joined.py; `inner` is a power of 2 from 16 on."""
+    rows, outputs = len(product), len(b)
+    tile = min(TILE, max(LEAST_ROWS, triton.next_power_of_2(rows)))
+    kernel: Any = _add_branches
+    kernel[(triton.cdiv(outputs, TILE), triton.cdiv(rows, tile))](
+        product, b, scale, rows, outputs, product.stride(0),
+        INNER=b.shape[1], CHUNK=min(CHUNK, b.shape[1]), ROWS=tile, OUTPUTS=TILE,
+        PRECISION="ieee" if b.dtype == torch.float32 else "tf32",
+        num_warps=8 if tile == TILE else 4,
+    )  # fmt: skip
