@@ -208,6 +208,7 @@ ANSWER = {
     "logprobs": [-0.5, -0.5],
     "finish_reason": "length",
     "policy_versions": [0, 0],
+    "num_pauses": 0,
     "digest": ids_digest((5, 6)),
 }
 

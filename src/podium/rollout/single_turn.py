@@ -58,17 +58,19 @@ class SingleTurn:
     async def start(self, prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
         """Sends every rollout of the prompts at once and yields each group when all its rollouts are there.
 
-        Groups come by ordinal if the engine keeps order, otherwise as they become whole. A group whose rollouts the
+        Groups come by ordinal if the engine keeps order, otherwise in the order in which they became whole, however
+        late they are asked for. A group whose rollouts the
         engine cannot write comes without rollouts: it is never trained, and counted. If no prompt of the call gets a
         usable answer, the run ends.
         """
         changed = asyncio.Event()
+        arrived: list[int] = []
         tasks: list[asyncio.Future[Any]] = []
         unfinished: dict[int, tuple[Prompt, asyncio.Future[list[_Outcome]]]] = {}
         for prompt in sorted(prompts, key=lambda each: each.ordinal):
             own = [asyncio.create_task(self._rollout(prompt, index)) for index in range(self._rollouts_per_prompt)]
             whole = asyncio.gather(*own)
-            whole.add_done_callback(lambda _: changed.set())
+            whole.add_done_callback(lambda _, ordinal=prompt.ordinal: (arrived.append(ordinal), changed.set()))
             tasks += [*own, whole]
             unfinished[prompt.ordinal] = (prompt, whole)
         failures: list[str] = []
@@ -76,7 +78,7 @@ class SingleTurn:
             while unfinished:
                 await changed.wait()
                 changed.clear()
-                for group, failure in self._whole_groups(unfinished):
+                for group, failure in self._whole_groups(unfinished, arrived):
                     del unfinished[group.prompt.ordinal]
                     failures += [failure] if failure else []
                     yield group
@@ -90,7 +92,7 @@ class SingleTurn:
             raise EngineError(f"no answer of the engine can be used: {failures[0]}")
 
     def _whole_groups(
-        self, unfinished: Mapping[int, tuple[Prompt, "asyncio.Future[list[_Outcome]]"]]
+        self, unfinished: Mapping[int, tuple[Prompt, "asyncio.Future[list[_Outcome]]"]], arrived: Sequence[int]
     ) -> list[tuple[Group, str]]:
         """The groups to hand on now, each with why it has no rollouts. Raises what ended a rollout, whichever prompt it
         is of."""
@@ -99,10 +101,11 @@ class SingleTurn:
                 raise EngineError(f"{prompt.label}: the engine gave up a request that nobody cancelled") from error
             if whole.done():
                 whole.result()
-        ready = takewhile if self._engine.traits.keeps_order else filter
-        return [
-            _group(prompt, whole.result()) for prompt, whole in ready(lambda each: each[1].done(), unfinished.values())
-        ]
+        if self._engine.traits.keeps_order:
+            ready = takewhile(lambda each: each[1].done(), unfinished.values())
+        else:
+            ready = (unfinished[ordinal] for ordinal in arrived if ordinal in unfinished)
+        return [_group(prompt, whole.result()) for prompt, whole in ready]
 
     def _name(self, prompt: Prompt) -> str:
         return f"{self._purpose}/{prompt.ordinal}"

@@ -172,7 +172,7 @@ REMOVED = (
     Removed("scoring.scale", 1.0, "multiply the weights of the [[reward]] tables instead"),
     Removed("scoring.remap", {}, "set remap in the [[data]] table whose rows name the rewards"),
     Removed("scoring.non_stop_penalty", None, "set filter.truncated to the penalty"),
-    Removed("scoring.workers", None, "Podium starts up to one reward process per core, as they are needed"),
+    Removed("scoring.workers", ANY, "Podium starts up to one reward process per core, as they are needed"),
     Removed(
         "filter.drop_no_signal",
         None,
@@ -188,10 +188,10 @@ REMOVED = (
     Removed("loss.constant", None, "set loss.average to the length"),
     Removed("loss.kl_in", None, 'set loss.kl_estimator = "in_advantages" for the KL in the advantages'),
     Removed("loss.correction.sequence_band", [0.5, 2.0], "rollouts outside [0.5, 2.0] always get weight 0"),
-    Removed("trainer.compile", None, "Podium compiles the layers on CUDA where Triton is installed"),
+    Removed("trainer.compile", ANY, "Podium compiles the layers on CUDA where Triton is installed"),
     Removed("runtime.ray.prompts_per_request", ANY, "every rollout is its own request; a worker batches those it has"),
     Removed("checkpoint.adapter_from", None, "checkpoint.start_from takes LoRA folders too"),
-    Removed("eval.pass_at", None, "pass@k is reported for eval.n and every power of two below it"),
+    Removed("eval.pass_at", ANY, "pass@k is reported for eval.n and every power of two below it"),
     Removed("report.console.mode", ANY, "use --json or --quiet"),
     Removed("report.page.every_s", 2.0, "the page is written every 2 s, of long runs less often"),
 )
