@@ -97,18 +97,19 @@ def test_rollouts_carry_two_versions_where_weights_change_in_flight(in_flight: b
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_rollout(in_flight: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = write_settings(folder, reward="tests.killing:mortal", max_lag=2, in_flight=in_flight, steps=8)
-    # 16 rewards a step, two commits' worth and more; then again before the next commit is due
-    for command, call in ((["train", str(settings)], "90"), (["resume", str(folder)], "20")):
+    settings = write_settings(folder, reward="tests.killing:mortal", max_lag=2, in_flight=in_flight, steps=12)
+    # 16 rewards a step and 48 ahead of it: five steps are trained, two commits due and the first of them written; then
+    # again before the next commit is due
+    for command, call in ((["train", str(settings)], "140"), (["resume", str(folder)], "20")):
         killed = podium(*command, KILL_AT_REWARD_CALL=call)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert events(folder, "committed")
     assert main(["resume", str(folder)]) == 0
     assert events(folder, "restored")
     keys = sorted((line["ordinal"], line["sample_index"]) for line in ledger(folder))
-    assert keys == [(ordinal, k) for ordinal in range(8 * 4) for k in range(4)]
+    assert keys == [(ordinal, k) for ordinal in range(12 * 4) for k in range(4)]
     versions = [line["version/policy"] for line in lines_of(folder / "metrics.jsonl")]
-    assert versions == list(range(1, 9))
+    assert versions == list(range(1, 13))
     newest = [
         max(line["policy_version"][1] for line in lines_of(path)) for path in sorted((folder / "rollouts").iterdir())
     ]
