@@ -13,7 +13,7 @@ import torch
 def flash_decode() -> None:
     from podium.engine.cuda.decode_attention import decode_attention
     from podium.engine.cuda.kernels import flash_decode
-    from podium.engine.cuda.pages import PAGE
+    from podium.engine.cuda.roster import PAGE
 
     tables = torch.randperm(29)[:28].view(7, 4).int()  # four pages for each of seven slots
     tables[0, :1] = tables[6, :1]  # a prompt that two slots share
@@ -59,8 +59,8 @@ def block_masses() -> None:
 
 
 def add_branches() -> None:
-    from podium.engine.cuda.joined import add_branches
     from podium.engine.cuda.kernels import add_branches_on_cuda
+    from podium.engine.decoding.linear import add_branches
 
     for rows, outputs, inner in ((1, 24, 16), (9, 300, 32), (130, 129, 64), (20, 140, 512)):
         product, b = torch.randn(rows, outputs + inner), torch.randn(outputs, inner)

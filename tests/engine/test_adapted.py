@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from podium.engine.cuda.joined import AdaptedLinear
+from podium.engine.decoding.linear import AdaptedLinear
 from podium.model.products import ExactLinear
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from podium.engine.cuda.captured import CapturedDecoder
-from podium.engine.cuda.joined import Joined
-from podium.engine.decoding.plain import PlainDecoder, widen
+from podium.engine.decoding.linear import Joined
 from podium.engine.decoding.queue import decode_now
-from podium.engine.inprocess import Inprocess
+from podium.engine.inprocess import Inprocess, PlainDecoder, widen
 from podium.errors import InputError
 from podium.model.device_thread import SHARED
 from podium.model.evidence import difference

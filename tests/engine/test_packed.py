@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from podium.engine.decoding.plain import PackedLinear, _can_pack, pack_layers
+from podium.engine.decoding.linear import PackedLinear, _can_pack, pack_layers, packed_weights
 from podium.engine.inprocess import Inprocess
 from podium.model.forward import sequence_logprobs
 from podium.model.load import EMBEDDED, Policy, load_policy
@@ -71,12 +71,16 @@ def test_large_layers_are_packed_the_head_too_and_parameters_keep_their_names(fo
     assert not any(isinstance(module, PackedLinear) for module in policy.model.modules()), "the trainer's own"
 
 
+def packed_in(policy: Policy) -> list[PackedLinear]:
+    return [module for module in policy.twin.modules() if isinstance(module, PackedLinear)]
+
+
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("lora", [False, {"r": 4}])
 def test_each_load_packs_the_weights_as_they_are_then(folder: Path, lora: Any, snapshot: bool) -> None:
     policy = a_policy(folder, lora)
     engine = Inprocess(policy, snapshot=snapshot)
-    assert engine._packed
+    assert packed_in(policy)
     for version in range(3):
         with torch.no_grad():
             for parameter in policy.trained_parameters().values():
@@ -139,7 +143,8 @@ def test_two_engines_over_one_twin_both_sample_from_what_either_loads(folder: Pa
 def test_trying_it_out_draws_no_random_numbers(folder: Path) -> None:
     policy = a_policy(folder)
     before = torch.get_rng_state()
-    assert pack_layers(policy.twin)
+    pack_layers(policy.twin)
+    assert packed_in(policy)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -157,7 +162,8 @@ def test_where_the_operators_are_not_what_they_were_nothing_is_packed(
 ) -> None:
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: operator(x))
     policy = a_policy(folder)
-    assert pack_layers(policy.twin) == []
+    pack_layers(policy.twin)
+    assert (packed_in(policy), packed_weights(policy.twin)) == ([], [])
     monkeypatch.undo()
     policy.twin.bfloat16()
-    assert pack_layers(policy.twin) == [], "bfloat16 has other operators"
+    assert packed_weights(policy.twin) == [], "bfloat16 has other operators"

@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.engine.cuda.pages import PAGE, SPARE_PAGE, FreePages, pages_for
 from podium.engine.cuda.roster import (
     LEAST_BATCH,
+    PAGE,
+    SPARE_PAGE,
     Admission,
+    FreePages,
     Roster,
     Seat,
     ladder,
+    pages_for,
     reserved_pages,
     rung_for,
 )

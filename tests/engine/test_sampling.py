@@ -45,9 +45,9 @@ def test_each_row_draws_by_its_own_sampling() -> None:
         assert torch.allclose(logprobs[of_it], alone, atol=1e-6)
 
 
-def test_rows_with_different_numbers_of_stop_ids_join() -> None:
-    some = RowSampling.of([Sampling(stop_ids=(1, 2, 3)), Sampling(stop_ids=(4,))], torch.device("cpu"))
-    both = some.join(RowSampling.of([Sampling(7)], torch.device("cpu"))).select(torch.tensor([2, 0]))
+def test_rows_may_have_different_numbers_of_stop_ids() -> None:
+    samplings = [Sampling(stop_ids=(1, 2, 3)), Sampling(stop_ids=(4,)), Sampling(7)]
+    both = RowSampling.of(samplings, torch.device("cpu")).select(torch.tensor([2, 0]))
     assert both.stop_ids.tolist() == [[-1, -1, -1], [1, 2, 3]]
     assert both.limit.tolist() == [7, 256]
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from podium.engine.vllm_server import CALL_REQUESTS, VllmServer, calls_of
 from podium.errors import EngineError, InputError
 from podium.model.chat import tokenizer_fingerprint
+from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy, load_policy
 from podium.records import Answer, PrefixGroup, Request, Sampling, ids_digest
 from podium.settings.sections import Model
@@ -50,6 +52,14 @@ def asked(engine: VllmServer, *requests: Request) -> list[Answer]:
         return await asyncio.gather(*(engine.generate(request) for request in requests or two))
 
     return asyncio.run(run())
+
+
+def load(engine: VllmServer, policy: Policy, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """Through a folder, as a sync channel does."""
+    assert engine.traits.weights_root is not None
+    folder = publish(engine.traits.weights_root, policy, weights, version)
+    asyncio.run(engine.load_folder(folder, version))
+    remove_published(folder)
 
 
 def retold(policy: Policy, change: str) -> Policy:
@@ -86,17 +96,17 @@ def test_a_wrong_token_and_none_are_refused(
 def test_a_claim_holds_others_off_and_ends_with_the_run(policy: Policy, server: Running) -> None:
     """Scope run: afterwards the server is back at its own weights."""
     with server.client() as http, closing(made(policy, server)) as mine:
-        asyncio.run(mine.load_weights(policy.named_weights(), 0))
+        load(mine, policy, policy.named_weights(), 0)
         before = asked(mine)
         asyncio.run(mine.claim("mine", "run"))
         moved = [(name, tensor + 0.1) for name, tensor in policy.named_weights()]
-        asyncio.run(mine.load_weights(moved, 1))
+        load(mine, policy, moved, 1)
         assert asked(mine)[0].logprobs != before[0].logprobs
         with closing(made(policy, server)) as other:
             with pytest.raises(InputError, match="claimed by run 'mine'"):
                 asyncio.run(other.claim("other", "run"))
             with pytest.raises(EngineError, match="claimed by run 'mine'"):
-                asyncio.run(other.load_weights(moved, 2))
+                load(other, policy, moved, 2)
         with pytest.raises(InputError, match="scope 'run', not 'engine'"):
             asyncio.run(mine.claim("mine", "engine"))
         assert http.get("/info").json()["run"] == "mine"
@@ -113,7 +123,7 @@ def test_weights_of_somebody_else_are_noticed(policy: Policy, server: Running) -
     """As after a restart of the server in the middle of a run."""
     with closing(made(policy, server)) as mine:
         asyncio.run(mine.claim("mine", "run"))
-        asyncio.run(mine.load_weights(policy.named_weights(), 1))
+        load(mine, policy, policy.named_weights(), 1)
         with server.client() as http:
             assert http.post("/release", json={"run": "mine"}).status_code == 200
         with pytest.raises(EngineError, match="'mine' has no claim"):

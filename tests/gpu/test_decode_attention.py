@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from podium.engine.cuda.decode_attention import decode_attention
-from podium.engine.cuda.pages import PAGE
+from podium.engine.cuda.roster import PAGE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -12,8 +12,7 @@ import torch._functorch.config
 
 from podium.check.verdicts import check
 from podium.engine.build import cpu_team
-from podium.engine.decoding.plain import PlainDecoder
-from podium.engine.inprocess import Inprocess
+from podium.engine.inprocess import Inprocess, PlainDecoder
 from podium.errors import InputError, NoProgressError
 from podium.model import device_thread
 from podium.model.device_thread import SHARED, DeviceThread, one_team, team_size

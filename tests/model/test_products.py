@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from podium.engine.cuda.joined import AdaptedLinear
+from podium.engine.decoding.linear import AdaptedLinear
 from podium.engine.inprocess import Inprocess
 from podium.model import products
 from podium.model.forward import sequence_logprobs

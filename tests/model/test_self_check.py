@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from podium.engine import inprocess
-from podium.engine.decoding.plain import Slots
-from podium.engine.inprocess import Inprocess
+from podium.engine.inprocess import Inprocess, SlotBatch
 from podium.errors import InputError
 from podium.model import attention, self_check
 from podium.model.forward import max_context_tokens
@@ -175,10 +174,10 @@ def test_an_engine_that_does_not_keep_a_long_window_is_refused(monkeypatch: pyte
 def test_an_engine_that_fails_while_it_decodes_says_so_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(RIGHT["qwen2"])
 
-    def fail(self: Slots) -> None:
+    def fail(self: SlotBatch) -> None:
         raise AttributeError("'Cache' object has no attribute 'conv_states'")
 
-    monkeypatch.setattr(Slots, "next_cache", fail)
+    monkeypatch.setattr(SlotBatch, "next_cache", fail)
     with pytest.raises(InputError, match=r"cannot decode this architecture \(AttributeError: 'Cache' .*; use another"):
         Inprocess(policy_of(model, None))
 

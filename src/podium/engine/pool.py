@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from podium.engine.decoding.queue import check_room
 from podium.engine.vllm_server import VllmServer
 from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import team_size
-from podium.model.handoff import manifest_of, publish, remove_published
+from podium.model.handoff import manifest_of, remove_published
 from podium.model.load import Policy
 from podium.records import Answer, Request
 from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
@@ -159,13 +159,6 @@ class Pool(EnginePool):
         check_room(request, self._room)  # in a batch this request would fail the others too
         return await super().generate(request, on_tokens)
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        folder = await asyncio.to_thread(publish, self._folder.weights, self._policy, weights, version)
-        try:
-            await self.load_folder(folder, version)
-        finally:
-            remove_published(folder)
-
     async def load_folder(self, folder: Path, version: int) -> None:
         await self._thread.call(self._push_folder(folder, version))
         self.policy_version = version
@@ -250,20 +243,26 @@ class Pool(EnginePool):
             await asyncio.to_thread(engine.close)
 
 
-class LocalWorker:
-    """A process of the pool's own. What its engine leaves in the `scratch` folder goes with the process."""
+class ServedWorker:
+    """An engine behind a server."""
 
+    pid: int | None = None
     engine: Any = None
-
-    def __init__(self, child: Child, path: Path, scratch: Path) -> None:
-        self.pid: int | None = child.pid
-        self.child, self._path, self._scratch = child, path, scratch
+    """The client of the server; None before the server answers."""
 
     async def ping(self) -> None:
         await self.engine.ping()
 
     async def load(self, folder: Path, version: int) -> None:
         await self.engine.load_folder(folder, version)
+
+
+class LocalWorker(ServedWorker):
+    """A process of the pool's own. What its engine leaves in the `scratch` folder goes with the process."""
+
+    def __init__(self, child: Child, path: Path, scratch: Path) -> None:
+        self.pid = child.pid
+        self.child, self._path, self._scratch = child, path, scratch
 
     async def exited(self) -> str:
         return await self.child.ended()
@@ -276,29 +275,24 @@ class LocalWorker:
         await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
-class ServerWorker:
+class ServerWorker(ServedWorker):
     """A server that runs already, and goes on after the pool."""
-
-    pid: int | None = None
 
     def __init__(self, forks: ForkServer, engine: Any) -> None:
         self.engine, self._forks = engine, forks
-
-    async def ping(self) -> None:
-        await self.engine.ping()
 
     async def load(self, folder: Path, version: int) -> None:
         """From a copy under the server's own root, unless the server reads from the pool's folder."""
         root = self.engine.traits.weights_root
         if root.resolve() == folder.parent.resolve():
-            await self.engine.load_folder(folder, version)
+            await super().load(folder, version)
             return
         copied = root / folder.name
         leftovers = copied, manifest_of(copied)
         await self._forks.remember(*leftovers)
         try:
             await asyncio.to_thread(hold, folder, copied)
-            await self.engine.load_folder(copied, version)
+            await super().load(copied, version)
         finally:
             await asyncio.to_thread(remove_published, copied)
             await self._forks.forget(*leftovers)

@@ -11,22 +11,21 @@ import json
 import math
 import os
 import secrets
-import socket
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
-import torch
 from pydantic import Field
 
 from podium.engine.decoding.queue import check_room
 from podium.errors import BusyError, CodecError, EngineError, InputError, PodiumError, WeightsError
 from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
-from podium.model.handoff import publish, read_manifest, remove_published
+from podium.model.handoff import read_manifest
 from podium.model.load import Policy
 from podium.records import Answer, EngineTraits, PrefixGroup, Request
 from podium.remote.codec import from_plain, to_plain
@@ -69,11 +68,10 @@ class VllmServer:
         info = self._connection.ask("GET", "/info")
         try:
             theirs = {"model's size": info["vocabulary"], **info["tokenizer"]}
-            self._weights_root = Path(info["weights_root"])
             self.traits = replace(
                 type(self).traits,
                 dtype=info["dtype"],
-                weights_root=self._weights_root,
+                weights_root=Path(info["weights_root"]),
                 max_context_tokens=info["max_context_tokens"],
                 transfer_ranks=info["transfer_ranks"],
             )
@@ -103,7 +101,7 @@ class VllmServer:
         return replace(request, prefix_group=group, episode=episode and f"{self._name}/{episode}")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        found = await self._connection.post("/score", {"token_ids": list(token_ids), "run": self._run})
+        found = await self._connection.call("/score", {"token_ids": list(token_ids), "run": self._run})
         logprobs: Any = found.get("logprobs") if isinstance(found, dict) else None
         if not _are_numbers(logprobs) or len(logprobs) != len(token_ids) - 1:
             raise EngineError(f"engine {self._connection.url} did not send one logprob per token for a score")
@@ -112,7 +110,7 @@ class VllmServer:
 
     async def held(self) -> Held | None:
         """Checksums of the weights that the server's engine samples with; None if the engine cannot show them."""
-        found = await self._connection.post("/held", {"run": self._run})
+        found = await self._connection.call("/held", {"run": self._run})
         try:
             held = from_plain(Held | None, found["held"])
         except (KeyError, TypeError, CodecError):
@@ -120,18 +118,10 @@ class VllmServer:
         self._check_version(found, "shows")
         return held
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Through a folder of its own, which is removed afterwards."""
-        folder = await asyncio.to_thread(publish, self._weights_root, self._policy, weights, version)
-        try:
-            await self.load_folder(folder, version)
-        finally:
-            await asyncio.to_thread(remove_published, folder)
-
     async def load_folder(self, folder: Path, version: int) -> None:
         manifest = read_manifest(folder)
         body = {"id": folder.name, "version": version, "in_flight": self._in_flight, "run": self._run}
-        taken = await self._connection.post("/reload_weights", body)
+        taken = await self._connection.call("/reload_weights", body)
         file = "adapter_model.safetensors" if manifest["kind"] == "adapter" else "model.safetensors"
         expected = {"version": version, "sha256": manifest["files"][file]["sha256"]}
         if taken != expected:
@@ -140,18 +130,18 @@ class VllmServer:
 
     async def join_transfer(self, init_info: dict[str, Any]) -> None:
         """The server's GPUs meet the trainer's (sync/nccl.py)."""
-        await self._connection.post("/join_transfer", {**init_info, "run": self._run}, retries=0)
+        await self._connection.call("/join_transfer", {**init_info, "run": self._run}, retries=0)
 
     async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
         """The server takes what the trainer broadcasts at the same time."""
         body = {**update_info, "version": version, "run": self._run}
-        if await self._connection.post("/receive_weights", body, retries=0) != {"version": version}:
+        if await self._connection.call("/receive_weights", body, retries=0) != {"version": version}:
             raise WeightsError(f"engine {self._connection.url} confirmed other weights than version {version}")
         self.policy_version = version
 
     async def claim(self, run_id: str, scope: str) -> None:
         """Makes the engine this run's; an error if another run has it, or a claim has another scope."""
-        await self._connection.post("/claim", {"run": run_id, "scope": scope})
+        await self._connection.call("/claim", {"run": run_id, "scope": scope})
         self._run = run_id
 
     async def ping(self) -> None:
@@ -247,35 +237,24 @@ class Connection:
         """With its event loop: connections cannot go from one loop to another."""
 
     def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
-        """One call without an event loop."""
-        transport = httpx.HTTPTransport(uds=self._socket)
-        with httpx.Client(transport=transport, **self._options(timeout_s)) as client:
-            for attempt in range(RETRIES + 1):
-                try:
-                    self._knock()
-                    return self._checked(client.request(method, path, json=body))
-                except httpx.HTTPError as error:
-                    if attempt == RETRIES or not isinstance(error, CONNECT_FAILURES):
-                        raise self._broken(error) from None
-        raise AssertionError("unreachable")
+        """One call that is waited for. The calling thread may have an event loop already, so another thread makes it."""
+        own = Connection(self.url, self._token, timeout_s, timeout_s, calls=1)
 
-    def _knock(self) -> None:
-        """An error if no server listens on the unix socket; httpx would leave its end of the socket open."""
-        if self._socket is None:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(10.0)
+        async def call() -> Any:
             try:
-                probe.connect(self._socket)
-            except OSError as error:
-                raise httpx.ConnectError(error.strerror or str(error)) from None
+                return await own.call(path, body, method=method)
+            finally:
+                await own.close()
 
-    async def post(self, path: str, body: Any, retries: int = RETRIES) -> Any:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, call()).result()
+
+    async def call(self, path: str, body: Any, *, method: str = "POST", retries: int = RETRIES) -> Any:
         """One call. With `retries` it may be made several times, which must have the same effect."""
         for attempt in range(retries + 1):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    response = await self._open().post(path, json=body)
+                    response = await self._open().request(method, path, json=body)
                 if response.status_code != 503 or attempt == retries:
                     return self._checked(response)
             except (httpx.HTTPError, TimeoutError) as error:

@@ -8,7 +8,7 @@ gives the same rollouts.
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Annotated, Any
@@ -59,53 +59,34 @@ class SingleTurn:
         """Sends every rollout of the prompts at once and yields each group when all its rollouts are there.
 
         Groups come by ordinal if the engine keeps order, otherwise in the order in which they became whole, however
-        late they are asked for. A group whose rollouts the
-        engine cannot write comes without rollouts: it is never trained, and counted. If no prompt of the call gets a
-        usable answer, the run ends.
+        late they are asked for. A group whose rollouts the engine cannot write comes without rollouts: it is never
+        trained, and counted. If no prompt of the call gets a usable answer, the run ends.
         """
-        changed = asyncio.Event()
-        arrived: list[int] = []
-        tasks: list[asyncio.Future[Any]] = []
-        unfinished: dict[int, tuple[Prompt, asyncio.Future[list[_Outcome]]]] = {}
-        for prompt in sorted(prompts, key=lambda each: each.ordinal):
+        missing = {prompt.ordinal: prompt for prompt in sorted(prompts, key=lambda each: each.ordinal)}
+        rollouts: list[asyncio.Task[_Outcome]] = []
+        groups: list[asyncio.Task[tuple[Group, str]]] = []
+        for prompt in missing.values():
             own = [asyncio.create_task(self._rollout(prompt, index)) for index in range(self._rollouts_per_prompt)]
-            whole = asyncio.gather(*own)
-            whole.add_done_callback(lambda _, ordinal=prompt.ordinal: (arrived.append(ordinal), changed.set()))
-            tasks += [*own, whole]
-            unfinished[prompt.ordinal] = (prompt, whole)
+            groups.append(asyncio.create_task(_group(prompt, own)))
+            rollouts += own
+        keeps_order, arrived = self._engine.traits.keeps_order, dict[int, Group]()
         failures: list[str] = []
         try:
-            while unfinished:
-                await changed.wait()
-                changed.clear()
-                for group, failure in self._whole_groups(unfinished, arrived):
-                    del unfinished[group.prompt.ordinal]
-                    failures += [failure] if failure else []
-                    yield group
+            for next_group in asyncio.as_completed(groups):
+                group, failure = await next_group
+                arrived[group.prompt.ordinal] = group
+                failures += [failure] if failure else []
+                for ordinal in list(takewhile(arrived.__contains__, missing) if keeps_order else arrived):
+                    del missing[ordinal]
+                    yield arrived.pop(ordinal)
         finally:
-            for task in tasks:
+            for task in (*rollouts, *groups):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for prompt, _ in unfinished.values():
+            await asyncio.gather(*rollouts, *groups, return_exceptions=True)
+            for prompt in missing.values():
                 self._engine.release(self._name(prompt))
         if prompts and len(failures) == len(prompts):
             raise EngineError(f"no answer of the engine can be used: {failures[0]}")
-
-    def _whole_groups(
-        self, unfinished: Mapping[int, tuple[Prompt, "asyncio.Future[list[_Outcome]]"]], arrived: Sequence[int]
-    ) -> list[tuple[Group, str]]:
-        """The groups to hand on now, each with why it has no rollouts. Raises what ended a rollout, whichever prompt it
-        is of."""
-        for prompt, whole in unfinished.values():
-            if whole.done() and isinstance(error := whole.exception(), asyncio.CancelledError):
-                raise EngineError(f"{prompt.label}: the engine gave up a request that nobody cancelled") from error
-            if whole.done():
-                whole.result()
-        if self._engine.traits.keeps_order:
-            ready = takewhile(lambda each: each[1].done(), unfinished.values())
-        else:
-            ready = (unfinished[ordinal] for ordinal in arrived if ordinal in unfinished)
-        return [_group(prompt, whole.result()) for prompt, whole in ready]
 
     def _name(self, prompt: Prompt) -> str:
         return f"{self._purpose}/{prompt.ordinal}"
@@ -119,6 +100,11 @@ class SingleTurn:
         while True:
             try:
                 answer = await self._engine.generate(request)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise EngineError(f"{prompt.label}: the engine gave up a request that nobody cancelled") from error
             except EngineError:
                 num_breaks += 1
                 if num_breaks > self._max_retries:
@@ -160,13 +146,14 @@ class _Outcome:
     """Why there is no rollout."""
 
 
-def _group(prompt: Prompt, outcomes: Sequence[_Outcome]) -> tuple[Group, str]:
+async def _group(prompt: Prompt, rollouts: Sequence[Awaitable[_Outcome]]) -> tuple[Group, str]:
     """The whole group, or one without rollouts and why."""
+    outcomes = await asyncio.gather(*rollouts)
     num_retries = max(outcome.num_retries for outcome in outcomes)
     failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
-    rollouts = () if failure else tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
+    made = () if failure else tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
     num_pauses = sum(outcome.num_pauses for outcome in outcomes)
-    return Group(prompt, rollouts, num_retries=num_retries, num_pauses=num_pauses), failure
+    return Group(prompt, made, num_retries=num_retries, num_pauses=num_pauses), failure
 
 
 def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:

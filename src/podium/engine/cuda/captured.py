@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from podium.engine.cuda.decode_step import Capacity, DecodeStep, attention_modules
-from podium.engine.cuda.pages import PAGE
-from podium.engine.cuda.roster import LEAST_BATCH, Admission, Place, Roster, Seat, ladder, rung_for
+from podium.engine.cuda.roster import LEAST_BATCH, PAGE, Admission, Place, Roster, Seat, ladder, rung_for
 from podium.engine.decoding.queue import Arrivals, Outcome
 from podium.engine.decoding.sampling import RowSampling, kind_of
 from podium.errors import InputError
@@ -204,7 +203,7 @@ class CapturedDecoder:
 
     def check_room(self, request: Request) -> None:
         """Refuses a request that would not fit even if it were alone."""
-        capacity = self._capacity([request], LEAST_BATCH)
+        capacity = self._capacity([request], is_alone=True)
         if not capacity.takes(request):
             raise InputError(
                 f"{request.label} has {len(request.token_ids)} tokens and may get {request.sampling.max_new_tokens} "
@@ -219,7 +218,7 @@ class CapturedDecoder:
         for request in requests:
             self.check_room(request)
         if not self._has_room_for(requests):
-            wanted = self._capacity_for(requests)
+            wanted = self._capacity(requests)
             if not all(map(wanted.takes, requests)):
                 raise InputError(
                     f"the memory for keys and values, {self._budget / 1e9:.2f} GB, does not hold the longest prompt "
@@ -262,15 +261,14 @@ class CapturedDecoder:
         if self._step is None:
             return False
         capacity = self._step.capacity
-        return capacity.holds(self._capacity_for(requests)) and all(map(capacity.takes, requests))
+        return capacity.holds(self._capacity(requests)) and all(map(capacity.takes, requests))
 
-    def _capacity_for(self, requests: Sequence[Request]) -> Capacity:
+    def _capacity(self, requests: Sequence[Request], *, is_alone: bool = False) -> Capacity:
         """For these requests and, as far as memory allows, all that there was room for before. Where an answer is
-        longer than any before, there may be room for fewer rollouts than before."""
-        before = None if self._step is None else self._step.capacity
-        return self._capacity(requests, len(requests), before)
-
-    def _capacity(self, requests: Sequence[Request], rollouts: int, before: Capacity | None = None) -> Capacity:
+        longer than any before, there may be room for fewer rollouts than before. A request that `is_alone` may have
+        all the memory."""
+        before = None if self._step is None or is_alone else self._step.capacity
+        rollouts = LEAST_BATCH if is_alone else len(requests)
         longest = [max(len(each.token_ids) for each in requests), max(e.sampling.max_new_tokens for e in requests)]
         stops = max(len(each.sampling.stop_ids) for each in requests)
         if before is not None:

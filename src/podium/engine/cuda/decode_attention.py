@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
-from podium.engine.cuda.pages import PAGE
+from podium.engine.cuda.roster import PAGE
 from podium.model.attention import window_of
 
 NAME = "podium_decode"

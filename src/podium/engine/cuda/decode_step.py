@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from podium.engine.cuda.decode_attention import CACHES, NAME, DecodeRows
-from podium.engine.cuda.joined import apart, join_products
-from podium.engine.cuda.pages import PAGE, SPARE_PAGE, pages_for
-from podium.engine.cuda.roster import ladder, reserved_pages
+from podium.engine.cuda.roster import PAGE, SPARE_PAGE, ladder, pages_for, reserved_pages
+from podium.engine.decoding.linear import apart, join_products
 from podium.engine.decoding.sampling import Kind, RowSampling, block_masses, draw, draw_by_block, draw_likeliest
 from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, logits_of, softcap

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from podium.engine.cuda.pages import PAGE
+from podium.engine.cuda.roster import PAGE
 from podium.engine.decoding.sampling import BLOCK_WIDTH
 
 LEAST_ROWS = 16

@@ -1,5 +1,8 @@
 """Which rollout occupies which slot and which pages of the CUDA engine: plain bookkeeping without a tensor.
 
+Keys and values lie in pages of a fixed number of tokens. A page is a number: page n of every layer belongs to the same
+owner. Page 0 belongs to nobody: rows of a batch that nobody needs write there, so it is never handed out.
+
 Jobs wait in the order in which they arrive and take free slots one by one. The first job of a prefix group also takes a
 place for the prompt, whose pages the group shares. A place stays until the group's last rollout has ended; while no
 rollout uses it, its pages are taken for others when pages run out, and its prompt is computed again when needed. A
@@ -12,14 +15,16 @@ from counts, never from time.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from podium.engine.cuda.pages import FreePages, pages_for
 from podium.engine.decoding.queue import Job
 from podium.records import PrefixGroup
 
+PAGE = 64
+"""Tokens of a page; a multiple of the attention kernel's block, so that a block never crosses a page."""
+SPARE_PAGE = 0
 LADDER_STEP = 64
 """Batch sizes above this are multiples of it, those below are powers of two."""
 LEAST_BATCH = 8
@@ -41,9 +46,30 @@ def rung_for(count: int, sizes: Sequence[int]) -> int:
     return next(size for size in sizes if size >= count)
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE)
+
+
 def reserved_pages(num_seated: int) -> int:
     """Pages that stay free while so many rollouts are seated and another is admitted."""
     return -(-num_seated // ROLLOUTS_PER_RESERVED_PAGE)
+
+
+class FreePages:
+    """The pages of a pool that have no owner. The page that was given back first is taken first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._pages = deque(page for page in range(num_pages) if page != SPARE_PAGE)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def take(self, count: int) -> list[int]:
+        return [self._pages.popleft() for _ in range(count)]
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        self._pages.extend(pages)
 
 
 @dataclass(eq=False)

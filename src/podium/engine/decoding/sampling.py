@@ -70,17 +70,6 @@ class RowSampling:
     def select(self, rows: torch.Tensor) -> RowSampling:
         return RowSampling(**{name: column[rows] for name, column in vars(self).items()})
 
-    def join(self, other: RowSampling) -> RowSampling:
-        width = max(self.stop_ids.shape[1], other.stop_ids.shape[1])
-        mine, theirs = (
-            {
-                **vars(each),
-                "stop_ids": torch.nn.functional.pad(each.stop_ids, (0, width - each.stop_ids.shape[1]), value=-1),
-            }
-            for each in (self, other)
-        )
-        return RowSampling(**{name: torch.cat([mine[name], theirs[name]]) for name in mine})
-
 
 def draw(
     logits: torch.Tensor, seeds: torch.Tensor, indices: torch.Tensor, how: RowSampling, kind: Kind

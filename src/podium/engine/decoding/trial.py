@@ -66,10 +66,10 @@ def small_gap(decoder: Decoder, policy: Policy) -> float:
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
-def captured_gap(policy: Policy, concurrency: int) -> float:
+def captured_gap(policy: Policy) -> float:
     """The same for the steps that are captured on a GPU. They take a copy of the model whose layers are still plain: an
     engine on a CPU packs those of `policy.twin`."""
-    return small_gap(CapturedDecoder(twin_of(policy.model), concurrency, None, lambda: 0), policy)
+    return small_gap(CapturedDecoder(twin_of(policy.model), 2 * len(PROMPTS), None, lambda: 0), policy)
 
 
 @contextmanager

@@ -70,16 +70,17 @@ def full_weights(
 ) -> dict[str, tuple[torch.Tensor, tuple[int, ...] | None]]:
     """Tensors that can be read, each with its columns, or None if it is complete."""
     model = worker.model_runner.model
+    modules = dict(model.named_modules(remove_duplicate=False))
     names = _names_in_vllm(model, list(shapes))
     fused = getattr(model, "packed_modules_mapping", {})
     found = {}
     for name, own in names.items():
         path, _, kind = own.rpartition(".")
-        module, first = _module(model, path), 0
+        module, first = modules.get(path), 0
         if module is None:
             parent, _, leaf = path.rpartition(".")
             whole, parts = next(((w, p) for w, p in fused.items() if leaf in p), ("", []))
-            module = _module(model, f"{parent}.{whole}") if whole else None
+            module = modules.get(f"{parent}.{whole}")
             before = [name.replace(f".{leaf}.", f".{part}.") for part in parts[: parts.index(leaf)]] if parts else []
             first = sum(shapes[each][0] for each in before if each in shapes)
         if module is not None and (shown := _shown(module, kind, first, shapes[name], version)) is not None:
@@ -118,10 +119,3 @@ def _names_in_vllm(model: Any, names: Sequence[str]) -> dict[str, str]:
         return {name: name for name in names}
     renamed = mapper.get_rename_mapper()
     return {name: mapped for name in names if (mapped := renamed.map_name(name)) is not None}
-
-
-def _module(model: Any, path: str) -> Any:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None

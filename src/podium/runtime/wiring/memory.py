@@ -14,7 +14,7 @@ import torch
 
 from podium.engine.cuda.decode_step import Capacity
 from podium.engine.cuda.roster import LEAST_BATCH
-from podium.engine.decoding.plain import packed_weights
+from podium.engine.decoding.linear import packed_weights
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
 from podium.model.forward import MAX_CHUNK_ELEMENTS, kept_bytes
