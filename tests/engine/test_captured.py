@@ -16,7 +16,7 @@ from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.decoding.linear import PackedLinear, join_weights
 from podium.engine.decoding.queue import Arrivals, Job, decode_now
 from podium.engine.decoding.trial import captured_gap, small_policy
-from podium.engine.inprocess import Inprocess
+from podium.engine.inprocess import Inprocess, PlainDecoder
 from podium.errors import InputError
 from podium.model import attention
 from podium.model.load import Policy, twin_of
@@ -365,6 +365,40 @@ def test_evaluation_and_training_share_the_captured_steps(monkeypatch: pytest.Mo
     sampled, short = asyncio.run(both())
     assert_same(sampled, expected[0])
     assert_same(short, expected[1])
+
+
+@pytest.mark.parametrize("kind", [CapturedDecoder, PlainDecoder])
+def test_two_halves_of_a_step_as_two_streams_need_no_more_decode_steps_than_one(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, not timed. The second stream begins when the first is being served, at most 8 of 240 steps later."""
+    monkeypatch.setattr(module, "LOOKS_PER_TURN", 1)
+    owner, name = (decode_step.DecodeStep, "run") if kind is CapturedDecoder else (PlainDecoder, "_advance")
+    run, num_steps = getattr(owner, name), 0
+
+    def counted(*arguments: object) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(owner, name, counted)
+    asked = requests(4, 4, Sampling(max_new_tokens=240))
+
+    def steps_of(*streams: list[Request]) -> int:
+        nonlocal num_steps
+        num_steps = 0
+        made = decoder() if kind is CapturedDecoder else plain()._plain
+        first, *later = [[Job(request) for request in stream] for stream in streams]
+        arrivals, found = Arrivals(first), {}
+        for outcomes in made.run(arrivals):
+            found |= dict(outcomes)
+            while later:
+                arrivals.add(later.pop())
+        assert len(found) == len(asked)
+        return num_steps
+
+    assert steps_of(asked) == 239  # the first token is drawn from the prompt
+    assert steps_of(asked[:8], asked[8:]) <= 1.05 * 239
 
 
 def test_the_cache_of_a_model_in_the_trainers_precision_can_be_counted() -> None:

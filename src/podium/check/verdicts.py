@@ -22,7 +22,7 @@ from podium.records import Group
 from podium.reward.build import build_scoring, check_retirement
 from podium.reward.scoring.stage import Scoring, too_many_failed
 from podium.reward.scoring.verifiers import final_answer
-from podium.rollout.build import make_rollout
+from podium.rollout.build import make_rollout_for
 from podium.run.folder import RunFolder
 from podium.run.start import launcher_of
 from podium.runtime.wiring.memory import MemoryPlan, memory_plan, num_slots
@@ -105,7 +105,7 @@ async def _dry_run(
         )
     ) as engine:
         await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
-        rollout = make_rollout(settings, engine, policy, settings.rollout.options, rollouts, "check")
+        rollout = make_rollout_for(settings, engine, policy, "check", rollouts)
         patient = scoring.for_evaluation(max_failed_share=1.0)  # failures are reported and do not end the check
         groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)

@@ -63,16 +63,12 @@ def make_engine(
         "overlaps": settings.run.max_lag > 0,
         "in_flight": settings.run.in_flight,
         "cache_bytes": cache_bytes,
-        "on_event": on_event or ignore_event,
+        "on_event": on_event or (lambda kind, **details: None),
     }
     taken = inspect.signature(make).parameters
     wiring = {name: value for name, value in offered.items() if name in taken}
     with user_code("engine.name", settings.engine.name):
         return checked("engine", settings.engine.name, make(policy, snapshot, **wiring, **settings.engine.options))
-
-
-def ignore_event(kind: str, **details: Any) -> None:
-    """For engines whose events are not recorded."""
 
 
 async def hand_over(settings: Settings, engine: Any, policy: Policy, run_id: str) -> None:

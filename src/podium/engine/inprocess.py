@@ -14,7 +14,6 @@ file is for CPUs, where large layers are packed, and for models that cannot be c
 from __future__ import annotations
 
 import asyncio
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,9 +33,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.replayed_score import ReplayedScore
 from podium.engine.decoding.linear import AdaptedLinear, PackedLinear, join_weights, pack_layers
-from podium.engine.decoding.queue import Arrivals, Decoder, Job, Outcome, RequestQueue, check_room, decode_now
+from podium.engine.decoding.queue import Arrivals, Decoder, Job, Outcome, RequestQueue, check_room
 from podium.engine.decoding.sampling import RowSampling, draw, kind_of
-from podium.engine.decoding.trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
+from podium.engine.decoding.trial import captured_gap, gaps, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.errors import first_line
 from podium.model.device_thread import SHARED, beside_the_trainer
 from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
@@ -195,11 +194,7 @@ class Inprocess:
 
     def _gap(self, decoder: Decoder) -> float:
         """Mean difference between the probe's logprobs and those of a plain forward pass."""
-        gaps = []
-        for request, answer in zip(PROBE, decode_now(decoder, PROBE), strict=True):
-            expected = self._score([*request.token_ids, *answer.token_ids])[len(request.token_ids) - 1 :]
-            gaps += [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
-        return fmean(gaps) if all(map(math.isfinite, gaps)) else math.inf
+        return fmean(gaps(decoder, PROBE, self._score))
 
     async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
         check_room(request, self._max_context_tokens)
@@ -431,7 +426,7 @@ class SlotBatch:
                 slot.is_delivered = True
             elif job.is_cancelled:
                 slot.has_ended = slot.is_delivered = True
-            elif job.on_tokens is not None:
+            elif job.has_listener:
                 found.append((job, list(slot.ids)))
         return found
 

@@ -237,7 +237,7 @@ class Connection:
         """With its event loop: connections cannot go from one loop to another."""
 
     def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
-        """One call that is waited for. The calling thread may have an event loop already, so another thread makes it."""
+        """One call that blocks. The calling thread may have an event loop already, so another thread makes the call."""
         own = Connection(self.url, self._token, timeout_s, timeout_s, calls=1)
 
         async def call() -> Any:

@@ -36,36 +36,25 @@ class PolicyTokens(Protocol):
     def max_context_tokens(self) -> int: ...
 
 
-def make_rollout(
-    settings: Settings,
-    engine: Engine,
-    policy: PolicyTokens,
-    options: dict[str, Any],
-    rollouts_per_prompt: int,
-    purpose: str,
+def make_rollout_for(
+    settings: Settings, engine: Engine, policy: PolicyTokens, purpose: str, rollouts_per_prompt: int | None = None
 ) -> StartRollouts:
-    """`start` of the rollout stage; `purpose` keeps the seeds of training, evaluation and checks apart."""
-    make, seed = find("rollout", settings.rollout.name), settings.run.seed
-    wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, rollouts_per_prompt, seed, purpose)
-    name = settings.rollout.name
+    """`start` of the rollout stage; `purpose`, such as "train" or "eval", keeps the seeds of training, evaluation and
+    checks apart. `rollouts_per_prompt` is by default that of the purpose."""
+    name, is_eval = settings.rollout.name, purpose == "eval"
+    count = rollouts_per_prompt or (settings.eval.n if is_eval else settings.run.rollouts_per_prompt)
+    options = eval_options(settings) if is_eval else settings.rollout.options
+    wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, count, settings.run.seed, purpose)
     with user_code("rollout.name", name):
-        stage = checked("rollout", name, make(*wiring, **options))
+        stage = checked("rollout", name, find("rollout", name)(*wiring, **options))
     if not is_users(name):
         return stage.start
 
     def newest_version() -> int | None:  # weights that change in flight may write before the engine says so
         return None if settings.run.in_flight else engine.policy_version
 
-    return partial(
-        checked_groups, stage.start, name, Bounds(policy.vocabulary, policy.max_context_tokens, newest_version)
-    )
-
-
-def make_rollout_for(settings: Settings, engine: Engine, policy: PolicyTokens, purpose: str) -> StartRollouts:
-    """The stage as a run has it; `purpose` is "train" or "eval"."""
-    if purpose == "eval":
-        return make_rollout(settings, engine, policy, eval_options(settings), settings.eval.n, purpose)
-    return make_rollout(settings, engine, policy, settings.rollout.options, settings.run.rollouts_per_prompt, purpose)
+    bounds = Bounds(policy.vocabulary, policy.max_context_tokens, newest_version)
+    return partial(checked_groups, stage.start, name, bounds)
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:
@@ -131,18 +120,15 @@ def group_fault(group: Any, owed: Collection[int], bounds: Bounds) -> str | None
         return f"{where} whose rollouts are a {type(group.rollouts).__name__}; give a tuple"
     for number, rollout in enumerate(group.rollouts):
         try:
-            fault = _rollout_fault(rollout, len(group.prompt.token_ids), bounds)
+            if not isinstance(rollout, Rollout):
+                fault = f"is a {type(rollout).__name__}; give podium.records.Rollout"
+            else:
+                fault = _token_fault(rollout, len(group.prompt.token_ids), bounds) or _answer_fault(rollout, bounds)
         except TypeError as error:  # None in place of numbers
             fault = f"has a field of the wrong type: {error}"
         if fault:
             return f"{where} whose rollout {number} {fault}"
     return None
-
-
-def _rollout_fault(rollout: Any, prompt_tokens: int, bounds: Bounds) -> str | None:
-    if not isinstance(rollout, Rollout):
-        return f"is a {type(rollout).__name__}; give podium.records.Rollout"
-    return _token_fault(rollout, prompt_tokens, bounds) or _answer_fault(rollout, bounds.newest_version())
 
 
 def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | None:
@@ -168,9 +154,9 @@ def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | 
     return None
 
 
-def _answer_fault(rollout: Rollout, newest: int | None) -> str | None:
-    """What it has once; `newest` is the engine's version."""
-    first, last = rollout.policy_version_min, rollout.policy_version_max
+def _answer_fault(rollout: Rollout, bounds: Bounds) -> str | None:
+    """What it has once."""
+    first, last, newest = rollout.policy_version_min, rollout.policy_version_max, bounds.newest_version()
     if not isinstance(rollout.text, str):
         return f"has a {type(rollout.text).__name__} as its text; give the decoded answer"
     if rollout.finish_reason not in get_args(FinishReason):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from podium.errors import InputError
 from podium.model.device_thread import DeviceThread
@@ -19,16 +19,39 @@ from podium.records import Answer, FinishReason, Request
 from podium.stages import OnTokens
 
 
+class Caller:
+    """Somebody who waits for an answer in the event loop, and may listen to its tokens."""
+
+    def __init__(self, on_tokens: OnTokens | None) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._on_tokens, self._num_reported = on_tokens, 0
+
+    def report(self, ids: Sequence[int], answer: Any = None) -> None:
+        """All tokens so far, and the answer once there is one."""
+        if self.answer.done():
+            return
+        try:
+            if self._on_tokens is not None and len(ids) > self._num_reported:
+                new, self._num_reported = list(ids[self._num_reported :]), len(ids)
+                self._on_tokens(new)
+        except Exception as error:  # the listener's own; other requests continue
+            self.answer.set_exception(error)
+            return
+        if answer is not None:
+            self.answer.set_result(answer)
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 @dataclass(eq=False)
 class Job:
     """A request that is being answered."""
 
     request: Request
-    answer: asyncio.Future[Answer] | None = None
-    """What the caller waits for; None if a decoder is called directly (`decode_now`)."""
-    on_tokens: OnTokens | None = None
-    num_reported: int = 0
-    """Tokens that `on_tokens` has received."""
+    has_listener: bool = False
+    """Whether its tokens are wanted before the answer is there."""
     is_cancelled: bool = False
     """Set by the event loop; the decoder then frees what the job occupies."""
     first_version: int = 0
@@ -93,7 +116,7 @@ class RequestQueue:
         self._thread, self._decode = thread, decode
         self._arrivals = Arrivals()
         self._burst: list[Job] = []
-        self._outstanding: set[Job] = set()
+        self._callers: dict[Job, Caller] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -101,18 +124,17 @@ class RequestQueue:
         """Waits for the answer. Cancelling this call cancels the request."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # nobody waits for what an earlier event loop left
-            self._loop, self._burst, self._outstanding, self._arrivals = loop, [], set(), Arrivals()
-        job = Job(request, loop.create_future(), on_tokens)
-        self._outstanding.add(job)
+            self._loop, self._burst, self._callers, self._arrivals = loop, [], {}, Arrivals()
+        job, caller = Job(request, on_tokens is not None), Caller(on_tokens)
+        self._callers[job] = caller
         self._burst.append(job)
         if len(self._burst) == 1:
             loop.call_soon(self._send_burst)
-        assert job.answer is not None
         try:
-            return await job.answer
+            return await caller.answer
         finally:
             job.is_cancelled = True  # no effect on a job that has ended
-            self._outstanding.discard(job)
+            self._callers.pop(job, None)
 
     def release(self, name: str) -> None:
         self._arrivals.release(name)
@@ -130,27 +152,13 @@ class RequestQueue:
                 async with aclosing(self._thread.made_ahead(self._decode(self._arrivals))) as items:
                     async for outcomes in items:
                         for job, found in outcomes:
-                            _report(job, found)
+                            ids, answer = (found.token_ids, found) if isinstance(found, Answer) else (found, None)
+                            if job in self._callers:
+                                self._callers[job].report(ids, answer)
         except Exception as error:
-            for job in tuple(self._outstanding):
-                if job.answer is not None and not job.answer.done():
-                    job.answer.set_exception(error)
+            for caller in self._callers.values():
+                caller.fail(error)
             self._arrivals.take()
-
-
-def _report(job: Job, found: Answer | list[int]) -> None:
-    ids = found.token_ids if isinstance(found, Answer) else found
-    if job.answer is None or job.answer.done():
-        return
-    try:
-        if job.on_tokens is not None and len(ids) > job.num_reported:
-            new, job.num_reported = ids[job.num_reported :], len(ids)
-            job.on_tokens(new)
-    except Exception as error:  # the listener's own error; other jobs continue
-        job.answer.set_exception(error)
-        return
-    if isinstance(found, Answer):
-        job.answer.set_result(found)
 
 
 def decode_now(decoder: Decoder, requests: Sequence[Request]) -> list[Answer]:

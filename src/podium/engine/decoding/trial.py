@@ -10,9 +10,10 @@ The size of rounding is measured first, with an adapter of zeros.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def refuse_gap(gap: float, allowed: float) -> None:
         )
 
 
+def gaps(decoder: Decoder, requests: Sequence[Request], score: Callable[[list[int]], list[float]]) -> list[float]:
+    """How far the logprobs of what is decoded are from those of `score`; infinite if one is not a finite number."""
+    found: list[float] = []
+    for request, answer in zip(requests, decode_now(decoder, requests), strict=True):
+        expected = score([*request.token_ids, *answer.token_ids])[len(request.token_ids) - 1 :]
+        found += [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
+    return found if all(map(math.isfinite, found)) else [math.inf]
+
+
 def small_gap(decoder: Decoder, policy: Policy) -> float:
     """Largest difference between the logprobs of what is decoded and those of transformers' plain forward pass."""
     small, max_context_tokens = policy.model, policy.max_context_tokens
@@ -58,12 +68,7 @@ def small_gap(decoder: Decoder, policy: Policy) -> float:
         for place, ids in enumerate(prompts)
         for k in range(2)
     ]
-    answers = decode_now(decoder, requests)
-    gaps = [0.0 if len(answers) == len(requests) else math.inf]
-    for request, answer in zip(requests, answers, strict=False):
-        expected = own_logprobs(small, [*request.token_ids, *answer.token_ids])[len(request.token_ids) - 1 :]
-        gaps += [abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)]
-    return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
+    return max(gaps(decoder, requests, partial(own_logprobs, small)))
 
 
 def captured_gap(policy: Policy) -> float:

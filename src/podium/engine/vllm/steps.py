@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from podium.engine.decoding.queue import Caller
 from podium.errors import EngineError
 from podium.model.device_thread import on_device_thread
 from podium.stages import OnTokens
@@ -40,36 +41,20 @@ class Pending:
     token_ids: Sequence[int]
     parameters: Any
     """vLLM's sampling parameters."""
-    finished: asyncio.Future[tuple[Any, tuple[int, int]]]
-    """vLLM's final output, and the versions of its first and last token."""
-    on_tokens: OnTokens | None = None
-    num_told: int = 0
-    """Tokens that `on_tokens` has received."""
+    caller: Caller
+    """Gets vLLM's final output, and the versions of its first and last token."""
     served: Served | None = None
     """The weights that the request began with; None before vLLM has it."""
     first_version: int | None = None
     """Of its first token, if the weights have changed since; None if not."""
 
     def settle(self, outcome: Any) -> None:
-        """In the event loop, with an output of vLLM, or the final output and its versions, or an error."""
-        if self.finished.done():
-            return
+        """In the event loop, with an error, or with an output of vLLM and, if it is the final one, its versions."""
         if isinstance(outcome, Exception):
-            self.finished.set_exception(outcome)
-            return
-        output, versions = outcome
-        try:
-            self._tell(output.outputs[0].token_ids)
-        except Exception as error:  # the listener's own
-            self.finished.set_exception(error)
-            return
-        if versions is not None:
-            self.finished.set_result((output, versions))
-
-    def _tell(self, ids: Sequence[int]) -> None:
-        if self.on_tokens is not None and len(ids) > self.num_told:
-            self.on_tokens(list(ids[self.num_told :]))
-            self.num_told = len(ids)
+            self.caller.fail(outcome)
+        else:
+            output, versions = outcome
+            self.caller.report(output.outputs[0].token_ids, versions and (output, versions))
 
 
 class SharedSteps:
@@ -98,12 +83,11 @@ class SharedSteps:
     ) -> tuple[Any, tuple[int, int]]:
         """vLLM's final output and the versions of its first and last token. Cancelling the call aborts the request; a
         step that fails is an error of every request. `on_tokens` needs outputs of the cumulative kind."""
-        finished = asyncio.get_running_loop().create_future()
-        pending = Pending(str(next(self._count)), token_ids, parameters, finished, on_tokens)
+        pending = Pending(str(next(self._count)), token_ids, parameters, Caller(on_tokens))
         self._new.append(pending)
         self._keep_stepping()
         try:
-            return await finished
+            return await pending.caller.answer
         except BaseException:
             await on_device_thread(self._abort, pending)
             raise
