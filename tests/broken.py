@@ -54,7 +54,7 @@ class StaleVllm(VllmLocal):
 class AdapterOffVllm(VllmLocal):
     """Loads every adapter and sends requests without it."""
 
-    def _attach(self, folder, version, own_folder):
+    def _attach(self, folder, version, own_folder=False):
         super()._attach(folder, version, own_folder)
         self._steps.serve(Served(version, self._steps.served.salt))
 

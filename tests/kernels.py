@@ -11,7 +11,7 @@ import torch
 
 
 def flash_decode() -> None:
-    from podium.engine.cuda.decode_attention import decode_attention
+    from podium.engine.cuda.decode_step import decode_attention
     from podium.engine.cuda.kernels import flash_decode
     from podium.engine.cuda.roster import PAGE
 

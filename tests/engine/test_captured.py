@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from podium.engine.cuda import captured as module
-from podium.engine.cuda import decode_attention, decode_step, roster
+from podium.engine.cuda import decode_step, roster
 from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.decoding.linear import PackedLinear, join_weights
 from podium.engine.decoding.queue import Arrivals, Job, decode_now
@@ -108,7 +108,7 @@ def test_a_prompt_goes_through_the_model_once_even_if_its_group_does_not_fit() -
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of four tokens, so that short answers take several."""
-    for each in (roster, decode_attention, decode_step, module):
+    for each in (roster, decode_step, module):
         monkeypatch.setattr(each, "PAGE", 4)
 
 
@@ -147,8 +147,7 @@ def test_rollouts_that_are_paused_go_on_as_if_they_had_not_been(
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     for mine, other in zip(found, expected, strict=True):
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-    assert made.num_pauses == sum(answer.num_pauses for answer in found) > 0
-    assert made.num_recomputed_tokens > 0
+    assert any(answer.num_pauses for answer in found)
     assert not any(answer.num_pauses for answer in expected)
     assert_no_page_lost(made)
 
@@ -156,12 +155,9 @@ def test_rollouts_that_are_paused_go_on_as_if_they_had_not_been(
 @pytest.mark.usefixtures("small_pages")
 def test_with_the_same_requests_the_same_rollouts_are_paused_and_all_repeats_bit_for_bit() -> None:
     asked = mixed()
-    runs = []
-    for _ in range(2):
-        made = short_of_pages(20, asked)
-        runs.append((decode_now(made, asked), made.num_pauses, made.num_recomputed_tokens))
-    assert runs[0] == runs[1]
-    assert runs[0][1] > 0
+    first, again = (decode_now(short_of_pages(20, asked), asked) for _ in range(2))
+    assert first == again
+    assert any(answer.num_pauses for answer in first)
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -171,8 +167,8 @@ def test_paused_rollouts_of_other_architectures(shape: str) -> None:
     model, twenty = a_model(shape), Sampling(max_new_tokens=20)
     asked = [each for k in range(3) for each in group(k, tuple(range(3, 5 + 3 * k)), (k, k + 100), twenty)]
     made = short_of_pages(12, asked, twin_of(model))
-    assert_scored(model, asked, decode_now(made, asked))
-    assert made.num_pauses > 0
+    assert_scored(model, asked, answers := decode_now(made, asked))
+    assert any(answer.num_pauses for answer in answers)
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -206,7 +202,7 @@ def test_requests_that_need_more_room_wait_until_what_is_paused_has_ended() -> N
         if turn == 0:
             arrivals.add(more)
     assert_same([found[job] for job in (*jobs, *more)], generate(plain(), [*first, *later]))
-    assert made.num_pauses > 0
+    assert any(job.num_pauses for job in jobs)
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -371,7 +367,8 @@ def test_evaluation_and_training_share_the_captured_steps(monkeypatch: pytest.Mo
 def test_two_halves_of_a_step_as_two_streams_need_no_more_decode_steps_than_one(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted, not timed. The second stream begins when the first is being served, at most 8 of 240 steps later."""
+    """Counted, not timed. The second stream begins when the first is being served, at most 8 of 240 steps later. There
+    is room for both, as there is from a run's second step on."""
     monkeypatch.setattr(module, "LOOKS_PER_TURN", 1)
     owner, name = (decode_step.DecodeStep, "run") if kind is CapturedDecoder else (PlainDecoder, "_advance")
     run, num_steps = getattr(owner, name), 0
@@ -383,11 +380,11 @@ def test_two_halves_of_a_step_as_two_streams_need_no_more_decode_steps_than_one(
 
     monkeypatch.setattr(owner, name, counted)
     asked = requests(4, 4, Sampling(max_new_tokens=240))
+    made = decoder() if kind is CapturedDecoder else plain()._plain
 
     def steps_of(*streams: list[Request]) -> int:
         nonlocal num_steps
         num_steps = 0
-        made = decoder() if kind is CapturedDecoder else plain()._plain
         first, *later = [[Job(request) for request in stream] for stream in streams]
         arrivals, found = Arrivals(first), {}
         for outcomes in made.run(arrivals):

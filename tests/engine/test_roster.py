@@ -204,7 +204,7 @@ def test_the_youngest_is_paused_and_goes_on_before_any_new_job() -> None:
     assert (len(second.pages), second.steps) == (2, PAGE)
     roster.leave([second])
     assert [each.seat.job for each in admit(roster)] == [jobs[2]]
-    assert roster.num_pauses == 1
+    assert [job.num_pauses for job in jobs] == [0, 1, 0]
 
 
 def test_a_paused_rollout_can_be_cancelled_and_can_turn_out_to_have_ended() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from podium.engine.cuda.decode_attention import decode_attention
+from podium.engine.cuda.decode_step import decode_attention
 from podium.engine.cuda.roster import PAGE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -196,7 +196,7 @@ def test_rollouts_that_are_paused_for_lack_of_pages_go_on(dtype: torch.dtype | N
         engine = Inprocess(policy_of(wide_model()), False, dtype, cache_bytes=budget)
         runs.append(generate(engine, asked))
         assert engine._captured is not None
-        assert engine._captured.num_pauses > 0
+        assert any(answer.num_pauses for answer in runs[-1])
         assert engine._captured._step is not None
         assert engine._captured._step.capacity.pages <= 40
     assert runs[0] == runs[1]

@@ -183,7 +183,7 @@ def test_an_engine_that_fails_while_it_decodes_says_so_in_words(monkeypatch: pyt
 
 
 def test_captured_decoding_is_tried_on_the_small_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from podium.engine.cuda import decode_attention
+    from podium.engine.cuda import decode_step
     from podium.records import Request, Sampling
 
     model = with_window()
@@ -192,7 +192,7 @@ def test_captured_decoding_is_tried_on_the_small_copy_too(monkeypatch: pytest.Mo
     engine._captured = inprocess.CapturedDecoder(engine._model, 8, None, lambda: 0)
     engine._compare(asked)
     assert engine._captured is not None
-    monkeypatch.setattr(decode_attention, "window_of", lambda module, kwargs: None)
+    monkeypatch.setattr(decode_step, "window_of", lambda module, kwargs: None)
     with pytest.warns(UserWarning, match="without CUDA graphs.*cannot decode"):
         engine._compare(asked)
     assert engine._captured is None

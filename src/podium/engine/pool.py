@@ -31,7 +31,7 @@ from podium.model.handoff import manifest_of, remove_published
 from podium.model.load import Policy
 from podium.records import Answer, Request
 from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
-from podium.remote.fork_server import Child, ForkServer, RemoteError, StartError
+from podium.remote.fork_server import Child, ForkServer, RemoteError
 from podium.remote.pool import IDLE_S, OnEvent, Rules
 from podium.settings.lookup import find, validate_options
 from podium.stages import OnTokens
@@ -127,7 +127,8 @@ class Pool(EnginePool):
         )
         self._held: list[Path] = []
         self._claimed: tuple[str, str] | None = None
-        asyncio.run_coroutine_threadsafe(_started(self._server), self._thread.loop)
+        # Early, and an error comes again when the first worker is started.
+        asyncio.run_coroutine_threadsafe(self._server.start(), self._thread.loop)
 
     @staticmethod
     def refuse(**options: Any) -> None:
@@ -378,9 +379,3 @@ def model_of(policy: Policy) -> dict[str, Any]:
 def num_processes(options: Mapping[str, Any]) -> int:
     """Most processes that a pool with these options starts."""
     return (options["replicas"] or DEFAULT_REPLICAS)[1] if options["of"] or not options["urls"] else 0
-
-
-async def _started(server: ForkServer) -> None:
-    """Starts it early. An error comes again when the first worker is started."""
-    with suppress(StartError):
-        await server.start()

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -166,11 +166,7 @@ class VllmLocal:
         await check_application(self._policy, self.traits.dtype, load, self.score, type(self).__name__)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        await self.wake()
-        await self._try_adapters()
-        load = self._reload if self._policy.peft is None else self._write_and_attach
-        await on_device_thread(load, weights, version)
-        self.policy_version = version
+        await self._load(self._reload if self._policy.peft is None else self._write_and_attach, weights, version)
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """An adapter's folder goes to vLLM as it is."""
@@ -178,10 +174,13 @@ class VllmLocal:
         weights = await asyncio.to_thread(read_published, folder, expected, version)
         if self._policy.peft is None:
             await self.load_weights(weights.items(), version)
-            return
+        else:
+            await self._load(self._attach, folder, version)
+
+    async def _load(self, load: Callable[[Any, int], None], source: Any, version: int) -> None:
         await self.wake()
         await self._try_adapters()
-        await on_device_thread(self._attach, folder, version, False)
+        await on_device_thread(load, source, version)
         self.policy_version = version
 
     async def sleep(self) -> None:
@@ -201,9 +200,7 @@ class VllmLocal:
 
     async def receive_weights(self, update_info: dict[str, Any], version: int) -> None:
         """Takes the weights that the trainer sends at the same time, between two steps."""
-        await self.wake()
-        await on_device_thread(self._receive, update_info, version)
-        self.policy_version = version
+        await self._load(self._receive, update_info, version)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -256,7 +253,7 @@ class VllmLocal:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _attach(self, folder: Path, version: int, own_folder: bool) -> None:
+    def _attach(self, folder: Path, version: int, own_folder: bool = False) -> None:
         """New requests use this adapter; after an error they go on with the one before."""
         from vllm.lora.request import LoRARequest
 

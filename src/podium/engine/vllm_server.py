@@ -103,7 +103,8 @@ class VllmServer:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         found = await self._connection.call("/score", {"token_ids": list(token_ids), "run": self._run})
         logprobs: Any = found.get("logprobs") if isinstance(found, dict) else None
-        if not _are_numbers(logprobs) or len(logprobs) != len(token_ids) - 1:
+        is_list = isinstance(logprobs, list) and all(isinstance(each, (int, float)) for each in logprobs)
+        if not is_list or not all(map(math.isfinite, logprobs)) or len(logprobs) != len(token_ids) - 1:
             raise EngineError(f"engine {self._connection.url} did not send one logprob per token for a score")
         self._check_version(found, "scored by")
         return logprobs
@@ -216,12 +217,6 @@ def calls_of(requests: Sequence[Request]) -> Iterator[range]:
         prompts.add(request.token_ids)
     if requests:
         yield range(first, len(requests))
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and all(
-        isinstance(value, (int, float)) and math.isfinite(value) for value in values
-    )
 
 
 class Connection:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from podium.engine.cuda.decode_step import Capacity, DecodeStep, attention_modules
 from podium.engine.cuda.roster import LEAST_BATCH, PAGE, Admission, Place, Roster, Seat, ladder, rung_for
@@ -141,18 +141,12 @@ def _all_keys(count: int) -> SharedKeys:
     return SharedKeys(torch.arange(count), nothing, nothing, nothing)
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(DynamicLayer):
     """The pages of one layer while texts go through the model: new keys and values are written into them."""
-
-    is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, packed: PackedTexts) -> None:
         super().__init__()
         self._pools, self._packed = (keys.flatten(0, 1), values.flatten(0, 1)), packed  # [columns, heads, head_dim]
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states, value_states) -> None:
-        raise AssertionError("the pages are there before the layer")
 
     def update(self, key_states, value_states, *args, **kwargs):
         """`[1, heads, L, head_dim]` each; returns what the texts attend to, `[1, heads, K, head_dim]`."""
@@ -165,15 +159,6 @@ class PagedLayer(CacheLayerMixin):
             pool[self._packed.keys].transpose(0, 1)[None].to(tokens.dtype)
             for pool, tokens in zip(self._pools, new, strict=True)
         )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class CapturedDecoder:
@@ -193,13 +178,6 @@ class CapturedDecoder:
         self._version, self._device, self._given_bytes = version, model.device, cache_bytes
         self._step: DecodeStep | None = None
         self._roster = Roster()
-        self.num_recomputed_tokens = 0
-        """That went through the model again, after pauses."""
-
-    @property
-    def num_pauses(self) -> int:
-        """Times that a rollout gave up its pages to older ones."""
-        return self._roster.num_pauses
 
     def check_room(self, request: Request) -> None:
         """Refuses a request that would not fit even if it were alone."""
@@ -350,7 +328,6 @@ class CapturedDecoder:
             if begun := [each.seat for each in admitted if not each.is_resumed]:
                 self._begin(step, begun)
             for seat in (each.seat for each in admitted if each.is_resumed):
-                self.num_recomputed_tokens += seat.steps
                 seat.written = None
 
     def _begin(self, step: DecodeStep, seats: list[Seat]) -> None:

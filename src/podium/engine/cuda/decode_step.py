@@ -4,6 +4,13 @@ The tokens drawn last go through a twin of the model whose attention reads keys 
 are drawn and recorded, each row by its own sampling. On CUDA the layers are compiled and the step is captured as a CUDA
 graph for each batch size of the ladder, so the host only replays it; elsewhere it runs as it is written. Nothing in a
 step depends on a value that the host would have to wait for.
+
+Attention is registered with transformers under the name "podium_decode". In: one query, key and value per row of the
+batch, and where the row's other keys are: those of its prompt, whose pages all rollouts of a group share, then its own,
+which the new one joins. Out: attention over just these, up to their lengths. On CUDA by a kernel that reads nothing
+else; the plain form is for devices without Triton. The pages lie on the attention modules themselves, as buffers
+`paged_keys`, `paged_values` `[pages, PAGE, heads, head_dim]`: so compiled layers share one piece of code, since nothing
+in it depends on a layer's number.
 """
 
 from __future__ import annotations
@@ -12,18 +19,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from podium.engine.cuda.decode_attention import CACHES, NAME, DecodeRows
 from podium.engine.cuda.roster import PAGE, SPARE_PAGE, ladder, pages_for, reserved_pages
 from podium.engine.decoding.linear import apart, join_products
 from podium.engine.decoding.sampling import Kind, RowSampling, block_masses, draw, draw_by_block, draw_likeliest
+from podium.model.attention import window_of
 from podium.model.device_thread import SHARED
 from podium.model.forward import head_weight, logits_of, softcap
 from podium.model.fused import compile_layers, fused_on_cuda
 from podium.model.load import twin_of
 from podium.records import Request, Sampling
 
+NAME = "podium_decode"
+CACHES = ("paged_keys", "paged_values")
 STOP_STEP = 8
 """Room for stop ids is made in steps, and room for tokens in whole pages, so that requests of about the same size use
 the same captured steps."""
@@ -134,6 +143,80 @@ class SlotState:
             ids=torch.zeros(rows, columns, dtype=torch.long, device=device),
             logprobs=torch.zeros(rows, columns, device=device),
         )
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Where the keys of each row of the batch are."""
+
+    tables: torch.Tensor
+    """int32 `[slots, pages of a request]`: the pages of each slot's prompt, then those of its own tokens, which begin
+    on a page of their own."""
+    slots: torch.Tensor
+    """int64 `[rows]`"""
+    lengths: torch.Tensor
+    """int64 `[rows]`, own tokens with keys before this step; the new key goes to the next column."""
+    prompt_lengths: torch.Tensor
+    """int64 `[rows]`"""
+
+
+def slot_attention(module, query, key, value, attention_mask, decode: DecodeRows, scaling: float, **kwargs):
+    """transformers' attention interface: returns `[rows, 1, heads, head_dim]` and no weights."""
+    dtype = module.paged_keys.dtype
+    own = (tensor[:, :, 0].to(dtype) for tensor in (query, key, value))
+    where = (decode.tables, decode.slots, decode.lengths, decode.prompt_lengths)
+    window = window_of(module, kwargs) or 0
+    return decode_attention(*own, module.paged_keys, module.paged_values, *where, scaling, window)[:, None], None
+
+
+@torch.library.custom_op("podium::decode_attention", mutates_args=("keys", "values"))
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    scaling: float,
+    window: int,
+) -> torch.Tensor:
+    """`[rows, heads, head_dim]` for a query of that shape; `window` 0 looks at everything.
+
+    `key` and `value` `[rows, key heads, head_dim]` go to the rows' next columns in the pages `keys` and `values`.
+    """
+    pages = tables[slots].long()
+    first_own = (prompt_lengths + PAGE - 1) // PAGE  # number of the first page that is not the prompt's
+    new_page = pages.gather(1, (first_own + lengths // PAGE)[:, None])[:, 0]
+    keys[new_page, lengths % PAGE], values[new_page, lengths % PAGE] = key, value
+    columns = torch.arange(pages.shape[1] * PAGE, device=query.device)
+    own = columns - PAGE * first_own[:, None]
+    newest = prompt_lengths + lengths  # position of the query
+    positions = torch.where(own < 0, columns, own + prompt_lengths[:, None])
+    allowed = (columns < prompt_lengths[:, None]) | ((own >= 0) & (own <= lengths[:, None]))
+    if window:
+        allowed &= positions > newest[:, None] - window
+    keys_of_rows, values_of_rows = (pool[pages].flatten(1, 2).transpose(1, 2) for pool in (keys, values))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, None], keys_of_rows, values_of_rows, allowed[:, None, None], scale=scaling, enable_gqa=True
+    )[:, :, 0].contiguous()
+
+
+@decode_attention.register_kernel("cuda")
+def _on_cuda(*args) -> torch.Tensor:
+    from podium.engine.cuda.kernels import flash_decode  # needs Triton
+
+    return flash_decode(*args)
+
+
+@decode_attention.register_fake
+def _shape_of_result(query, *others) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+AttentionInterface.register(NAME, slot_attention)
 
 
 class DecodeStep:
@@ -254,7 +337,8 @@ class DecodeStep:
         else:
             ids, logprobs = draw(logits, seeds, indices, how, kind)
         add = _fused_record if is_compiled else record
-        add(ids, logprobs, how.stop_ids, slots, how.limit, *_written(self.state))
+        written = self.state.drawn, self.state.finished, self.state.ids, self.state.logprobs
+        add(ids, logprobs, how.stop_ids, slots, how.limit, *written)
 
 
 def record(ids, logprobs, stop_ids, slots, limit, drawn, finished, all_ids, all_logprobs) -> None:
@@ -278,10 +362,6 @@ def _fast_masses(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tenso
     from podium.engine.cuda.kernels import block_masses_on_cuda  # needs Triton
 
     return block_masses_on_cuda(logits, temperature)
-
-
-def _written(state: SlotState) -> tuple[torch.Tensor, ...]:
-    return state.drawn, state.finished, state.ids, state.logprobs
 
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:

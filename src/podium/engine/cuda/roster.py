@@ -17,6 +17,7 @@ from counts, never from time.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from podium.engine.decoding.queue import Job
@@ -142,7 +143,6 @@ class Roster:
     waiting: deque[Job] = field(default_factory=deque)
     loads: int = 0
     """Loads of weights so far."""
-    num_pauses: int = 0
 
     def __post_init__(self) -> None:
         self.resize(self.num_slots, self.num_pages)
@@ -254,7 +254,6 @@ class Roster:
         self._unseat(seat)
         self._free_if_unused(seat.place)
         self.paused = sorted([*self.paused, seat], key=_by_age)
-        self.num_pauses += 1
         seat.job.num_pauses += 1
         return seat
 
@@ -331,8 +330,7 @@ class Roster:
         self._free_pages.give_back(place.pages)
 
 
-def _by_age(seat: Seat) -> int:
-    return seat.number
+_by_age = attrgetter("number")
 
 
 def _pages_to_begin(job: Job, paused: Seat | None, steps: int) -> int:

@@ -60,7 +60,7 @@ class Pending:
 class SharedSteps:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._served = Served(version=0, salt="base")
+        self.served = Served(version=0, salt="base")
         self._new: deque[Pending] = deque()
         """Requests that the next step gives to vLLM."""
         self._pending: dict[str, Pending] = {}
@@ -73,10 +73,6 @@ class SharedSteps:
     @property
     def is_busy(self) -> bool:
         return bool(self._pending or self._new)
-
-    @property
-    def served(self) -> Served:
-        return self._served
 
     async def output(
         self, token_ids: Sequence[int], parameters: Any, on_tokens: OnTokens | None = None
@@ -96,10 +92,10 @@ class SharedSteps:
         """On the device thread: requests added from now on get these weights, which vLLM holds already."""
         for name in self._started():
             pending = self._pending[name]
-            pending.first_version = self._served.version if pending.first_version is None else pending.first_version
-        if self._served.adapter is not None:
-            self._retired.append(self._served)
-        self._served = served
+            pending.first_version = self.served.version if pending.first_version is None else pending.first_version
+        if self.served.adapter is not None:
+            self._retired.append(self.served)
+        self.served = served
         self._drop_unused()
 
     def _started(self) -> list[str]:
@@ -151,20 +147,20 @@ class SharedSteps:
         refused: list[tuple[Pending, Any]] = []
         while self._new:
             pending = self._new.popleft()
-            prompt = {"prompt_token_ids": list(pending.token_ids), "cache_salt": self._served.salt}
+            prompt = {"prompt_token_ids": list(pending.token_ids), "cache_salt": self.served.salt}
             try:
-                self._engine.add_request(pending.name, prompt, pending.parameters, lora_request=self._served.adapter)
+                self._engine.add_request(pending.name, prompt, pending.parameters, lora_request=self.served.adapter)
             except Exception as error:
                 refused.append((pending, error))
             else:
-                pending.served, self._pending[pending.name] = self._served, pending
+                pending.served, self._pending[pending.name] = self.served, pending
         return refused
 
     def _versions(self, pending: Pending) -> tuple[int, int]:
         assert pending.served is not None
         if pending.served.adapter is not None:
             return pending.served.version, pending.served.version
-        now = self._served.version
+        now = self.served.version
         return now if pending.first_version is None else pending.first_version, now
 
     def _drop_unused(self) -> None:
@@ -174,7 +170,7 @@ class SharedSteps:
         used = {id(pending.served) for pending in self._pending.values()}
         for served in [served for served in self._retired if id(served) not in used]:
             self._retired.remove(served)
-            if served.adapter.lora_int_id != getattr(self._served.adapter, "lora_int_id", None):
+            if served.adapter.lora_int_id != getattr(self.served.adapter, "lora_int_id", None):
                 self._engine.remove_lora(served.adapter.lora_int_id)
             if served.own_folder:
                 shutil.rmtree(served.adapter.lora_path, ignore_errors=True)
