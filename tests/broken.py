@@ -26,7 +26,7 @@ class StaleEngine(Inprocess):
 
 
 class AdapterOffEngine(Inprocess):
-    """Samples from the base: the adapter is laid over with scale 0."""
+    """Samples from the base: the adapter is applied with scale 0."""
 
     async def load_weights(self, weights, version):
         self._scale = 0.0
@@ -110,25 +110,25 @@ class FaultyEngine(Inprocess):
         self._pushes = getattr(self, "_pushes", 0) + 1
         await super().load_weights(weights, version)
 
-    def _lay_over(self, layer, a, b):
-        before = self._laid.get(layer)
+    def _apply_adapter(self, layer, a, b):
+        before = self._applied.get(layer)
         if self._pushes < 2 or before is None:
-            super()._lay_over(layer, a, b)
+            super()._apply_adapter(layer, a, b)
             return
         if self.fault == "nothing":
-            super()._lay_over(layer, a, torch.zeros_like(b))
+            super()._apply_adapter(layer, a, torch.zeros_like(b))
         elif self.fault == "old":
-            super()._lay_over(layer, *before)
+            super()._apply_adapter(layer, *before)
         elif self.fault == "half scale":
             self._scale, right = self._scale / 2, self._scale
-            super()._lay_over(layer, a, b)
+            super()._apply_adapter(layer, a, b)
             self._scale = right
         elif self.fault == "half of the layers" and ".0." in layer:
-            super()._lay_over(layer, a, b)
+            super()._apply_adapter(layer, a, b)
         elif self.fault == "not merged":
             module = self._model.get_submodule(layer)
             kept = module.weight.detach().clone() if not hasattr(module, "_packed") else module._packed
-            super()._lay_over(layer, a, b)
+            super()._apply_adapter(layer, a, b)
             if hasattr(module, "_packed"):
                 module._packed = kept
             else:

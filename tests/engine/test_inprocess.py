@@ -376,7 +376,7 @@ def test_captured_decoding_over_bfloat16_writes_what_plain_decoding_writes(size:
     assert captured.faults() == []
 
 
-def test_an_adapter_is_laid_over_the_base_and_the_base_stays() -> None:
+def test_an_adapter_is_added_to_a_copy_of_the_base_and_the_base_stays() -> None:
     adapted = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
     engine = Inprocess(adapted)
     before = {name: tensor.clone() for name, tensor in adapted.model.named_parameters()}

@@ -30,7 +30,7 @@ def a_pair(tmp_path: Path, **others) -> tuple[Moving, Inprocess, Shared]:
 @pytest.mark.parametrize("lr", [1e-5, 1e-7])
 def test_a_fault_is_seen(fault: str, lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, engine, channel = a_pair(tmp_path)
-    right, last = engine._lay_over, {}
+    right, last = engine._apply_adapter, {}
 
     def wrong(layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
         before, last[layer] = last.get(layer), (a.clone(), b.clone())
@@ -41,7 +41,7 @@ def test_a_fault_is_seen(fault: str, lr: float, tmp_path: Path, monkeypatch: pyt
         elif fault == "half of the layers" and ".0." in layer:
             right(layer, a, b)
 
-    monkeypatch.setattr(engine, "_lay_over", wrong)
+    monkeypatch.setattr(engine, "_apply_adapter", wrong)
     with pytest.raises(ParityError, match="does not sample from the trained weights"):
         pushes(trainer, engine, channel, 3, lr)
 

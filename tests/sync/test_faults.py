@@ -156,7 +156,7 @@ def test_the_run_of_an_engine_that_never_applies_its_adapter_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """bfloat16, learning rate 1e-5: base and adapter differ by less than two such sides round."""
-    monkeypatch.setattr(Inprocess, "_lay_over", lambda self, layer, a, b: None)
+    monkeypatch.setattr(Inprocess, "_apply_adapter", lambda self, layer, a, b: None)
     settings = tmp_path / "s.toml"
     settings.write_text(
         "[run]\nsteps = 15\nprompts_per_step = 2\nrollouts_per_prompt = 2\n[model]\ndevice = 'cpu'\n[rollout]\n"

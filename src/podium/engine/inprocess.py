@@ -103,7 +103,7 @@ class Inprocess:
         self._scale = policy.adapter_scale if policy.peft is not None else 0.0
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
-        self._laid: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._applied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """A and B of the adapter that was last added to each of these layers."""
         if snapshot and policy.peft is None:
             self._copy_weights()
@@ -266,11 +266,11 @@ class Inprocess:
                 a, b, scales[layer] = module.a, module.b, module.scale
                 output = module.branch(branch_input(a.shape[1], a.device, a.dtype))[0]
                 branches[layer] = branch_views(output)
-            elif layer not in self._laid:
+            elif layer not in self._applied:
                 faults.append(f"no adapter was applied to {layer}")
                 continue
             else:
-                (a, b), scales[layer] = self._laid[layer], self._scale
+                (a, b), scales[layer] = self._applied[layer], self._scale
                 weight = module.unpacked() if isinstance(module, PackedLinear) else module.weight
                 if not torch.equal(weight, self._merged(layer, a, b)):
                     faults.append(f"{layer} does not equal its base weights plus the adapter")
@@ -294,7 +294,7 @@ class Inprocess:
 
     @torch.no_grad()
     def _take_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Full weights are copied unless they are the same memory; an adapter is laid over the base."""
+        """Full weights are copied unless they are the same memory; an adapter is applied to the base."""
         halves: dict[str, torch.Tensor] = {}
         own = dict(self._model.named_parameters())
         for name, tensor in weights:
@@ -302,7 +302,7 @@ class Inprocess:
             if layer:
                 halves[half] = tensor.to(self._device)  # from a folder it comes on the CPU
                 if len(halves) == 2:
-                    self._lay_over(layer, halves.pop("A"), halves.pop("B"))
+                    self._apply_adapter(layer, halves.pop("A"), halves.pop("B"))
             elif own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         if not self._adapted:
@@ -312,7 +312,7 @@ class Inprocess:
         if self._captured is not None:
             self._captured.take_weights()
 
-    def _lay_over(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _apply_adapter(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
         module = self._model.get_submodule(layer)
         if isinstance(module, AdaptedLinear):
             module.load(a, b)
@@ -321,7 +321,7 @@ class Inprocess:
             module.pack(self._merged(layer, a, b))
         else:
             module.weight.copy_(self._merged(layer, a, b))  # type: ignore[union-attr]
-        self._laid[layer] = a.clone(), b.clone()
+        self._applied[layer] = a.clone(), b.clone()
 
     def _merged(self, layer: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """base + scale·B·A"""

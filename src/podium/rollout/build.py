@@ -4,7 +4,6 @@ run; errors name the setting."""
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any, Protocol, get_args
@@ -53,8 +52,7 @@ def make_rollout_for(
     def newest_version() -> int | None:  # weights that change in flight may write before the engine says so
         return None if settings.run.in_flight else engine.policy_version
 
-    bounds = Bounds(policy.vocabulary, policy.max_context_tokens, newest_version)
-    return partial(checked_groups, stage.start, name, bounds)
+    return partial(checked_groups, stage.start, name, policy, newest_version)
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:
@@ -71,20 +69,15 @@ def eval_options(settings: Settings) -> dict[str, Any]:
     return settings.rollout.options | {key: value for key, value in own.items() if key in taken}
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What the ids and versions of a rollout must keep to."""
-
-    vocabulary: int
-    max_context_tokens: int
-    newest_version: Callable[[], int | None]
-    """Of the engine's weights now; None where it is not known."""
-
-
 async def checked_groups(
-    start: Callable[[Sequence[Prompt]], Any], name: str, bounds: Bounds, prompts: Sequence[Prompt]
+    start: Callable[[Sequence[Prompt]], Any],
+    name: str,
+    policy: PolicyTokens,
+    newest_version: Callable[[], int | None],
+    prompts: Sequence[Prompt],
 ) -> AsyncIterator[Group]:
-    """The groups that `start` of the rollout stage called `name` gives for the prompts, each checked as it arrives."""
+    """The groups that `start` of the rollout stage called `name` gives for the prompts, each checked as it arrives.
+    `newest_version` is that of the engine's weights now; None where it is not known."""
     owed = {prompt.ordinal for prompt in prompts}
     with user_code("rollout.name", name):
         groups = start(prompts)
@@ -98,7 +91,7 @@ async def checked_groups(
                 group = await anext(groups, END)
             if group is END:
                 break
-            if fault := group_fault(group, owed, bounds):
+            if fault := group_fault(group, owed, policy, newest_version()):
                 raise InputError(f"rollout.name = {name!r} gave {fault}")
             owed.discard(group.prompt.ordinal)
             yield group
@@ -109,8 +102,9 @@ async def checked_groups(
         )
 
 
-def group_fault(group: Any, owed: Collection[int], bounds: Bounds) -> str | None:
-    """What is wrong with a group, and what to give instead; `owed` are the ordinals that wait for one."""
+def group_fault(group: Any, owed: Collection[int], policy: PolicyTokens, newest: int | None) -> str | None:
+    """What is wrong with a group, and what to give instead; `owed` are the ordinals that wait for one, `newest` is the
+    engine's version."""
     if not isinstance(group, Group):
         return f"a {type(group).__name__} in place of a group; give podium.records.Group"
     where = f"a group for prompt {group.prompt.ordinal}"
@@ -123,7 +117,7 @@ def group_fault(group: Any, owed: Collection[int], bounds: Bounds) -> str | None
             if not isinstance(rollout, Rollout):
                 fault = f"is a {type(rollout).__name__}; give podium.records.Rollout"
             else:
-                fault = _token_fault(rollout, len(group.prompt.token_ids), bounds) or _answer_fault(rollout, bounds)
+                fault = _token_fault(rollout, len(group.prompt.token_ids), policy) or _answer_fault(rollout, newest)
         except TypeError as error:  # None in place of numbers
             fault = f"has a field of the wrong type: {error}"
         if fault:
@@ -131,7 +125,7 @@ def group_fault(group: Any, owed: Collection[int], bounds: Bounds) -> str | None
     return None
 
 
-def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | None:
+def _token_fault(rollout: Rollout, prompt_tokens: int, policy: PolicyTokens) -> str | None:
     """What it has of each token."""
     ids = rollout.token_ids
     lengths = {"loss_mask": len(rollout.loss_mask), "rollout_logprobs": len(rollout.rollout_logprobs)}
@@ -140,12 +134,12 @@ def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | 
             return f"has {length} values in {name} and {len(ids)} token ids; give one value for each token"
     if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
         return f"has token ids that are not whole numbers, such as {ids[0]!r}; give a tuple of int"
-    if ids and not (min(ids) >= 0 and max(ids) < bounds.vocabulary):
-        return f"has an id outside the vocabulary of {bounds.vocabulary}; give ids that the model knows"
-    if prompt_tokens + len(ids) > bounds.max_context_tokens:
+    if ids and not (min(ids) >= 0 and max(ids) < policy.vocabulary):
+        return f"has an id outside the vocabulary of {policy.vocabulary}; give ids that the model knows"
+    if prompt_tokens + len(ids) > policy.max_context_tokens:
         return (
             f"has {len(ids)} tokens after a prompt of {prompt_tokens}, more than the model's context of "
-            f"{bounds.max_context_tokens}; end it before"
+            f"{policy.max_context_tokens}; end it before"
         )
     if not set(rollout.loss_mask) <= {0, 1}:
         return "has a loss_mask with other values than 0 and 1; give 1 where the policy wrote the token"
@@ -154,9 +148,9 @@ def _token_fault(rollout: Rollout, prompt_tokens: int, bounds: Bounds) -> str | 
     return None
 
 
-def _answer_fault(rollout: Rollout, bounds: Bounds) -> str | None:
-    """What it has once."""
-    first, last, newest = rollout.policy_version_min, rollout.policy_version_max, bounds.newest_version()
+def _answer_fault(rollout: Rollout, newest: int | None) -> str | None:
+    """What it has once; `newest` is the engine's version."""
+    first, last = rollout.policy_version_min, rollout.policy_version_max
     if not isinstance(rollout.text, str):
         return f"has a {type(rollout.text).__name__} as its text; give the decoded answer"
     if rollout.finish_reason not in get_args(FinishReason):

@@ -198,7 +198,7 @@ def _add_branches(
 
 
 def add_branches_on_cuda(product: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-    """See `add_branches` in joined.py; `inner` is a power of 2 from 16 on."""
+    """See `add_branches` in decoding/linear.py; `inner` is a power of 2 from 16 on."""
     rows, outputs = len(product), len(b)
     tile = min(TILE, max(LEAST_ROWS, triton.next_power_of_2(rows)))
     kernel: Any = _add_branches

@@ -6,7 +6,6 @@ reads the weights where they lie, as captured decode steps do, so it tells what 
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -15,24 +14,14 @@ from podium.model.device_thread import SHARED
 from podium.model.forward import PlacedBatch, batch_of, place, policy_logprobs, sequence_logprobs
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A pass through the model, and where its numbers come from and go."""
-
-    graph: torch.cuda.CUDAGraph
-    placed: PlacedBatch
-    """What the graph reads."""
-    logprobs: torch.Tensor
-    """What it writes."""
-
-
 class ReplayedScore:
     """A text is scored plainly the first time, captured the second time, and replayed until another comes."""
 
     def __init__(self, model: PreTrainedModel, compute_dtype: torch.dtype | None) -> None:
         self._model, self._compute_dtype = model, compute_dtype
         self._token_ids: list[int] = []
-        self._captured: Captured | None = None
+        self._captured: tuple[torch.cuda.CUDAGraph, PlacedBatch, torch.Tensor] | None = None
+        """The pass as a graph, the batch that it reads, and the logprobs that it writes."""
         self._can_capture = True
 
     def __call__(self, token_ids: Sequence[int]) -> list[float]:
@@ -46,15 +35,16 @@ class ReplayedScore:
                 warnings.warn(f"engine.name = 'inprocess' scores the probe without CUDA graphs: {error}", stacklevel=2)
                 self._can_capture = False
                 return self(token_ids)
-        self._captured.graph.replay()
-        return self._captured.logprobs.tolist()
+        graph, _, logprobs = self._captured
+        graph.replay()
+        return logprobs.tolist()
 
     @torch.no_grad()
-    def _capture(self) -> Captured:
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, PlacedBatch, torch.Tensor]:
         """No training meanwhile, as for a decode step."""
         placed, graph = place(batch_of(self._token_ids), self._model.device), torch.cuda.CUDAGraph()
         torch.cuda.current_stream().synchronize()
         with SHARED.busy, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logprobs = policy_logprobs(self._model, placed, self._compute_dtype)[0]
             logprobs = logprobs.index_select(0, placed.row.loss_places)
-        return Captured(graph, placed, logprobs)
+        return graph, placed, logprobs
