@@ -23,6 +23,7 @@ async def dawdling(prompt: Prompt, rollout: Rollout) -> float:
 class Unhurried(Inprocess):
     """Writes so slowly that, on the busiest machine, training is done while something is being written."""
 
-    def _advance(self, slots, ids) -> None:
-        time.sleep(0.01)
-        super()._advance(slots, ids)
+    def _decode(self, arrivals):
+        for outcomes in super()._decode(arrivals):
+            time.sleep(0.03)
+            yield outcomes

@@ -34,7 +34,7 @@ from podium.engine.cuda.captured import CapturedDecoder
 from podium.engine.cuda.replayed_score import ReplayedScore
 from podium.engine.decoding.linear import AdaptedLinear, PackedLinear, join_weights, pack_layers
 from podium.engine.decoding.queue import Arrivals, Decoder, Job, Outcome, RequestQueue, check_room
-from podium.engine.decoding.sampling import RowSampling, draw, kind_of
+from podium.engine.decoding.sampling import Kind, RowSampling, draw, kind_of
 from podium.engine.decoding.trial import captured_gap, gaps, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.errors import first_line
 from podium.model.device_thread import SHARED, beside_the_trainer
@@ -404,7 +404,8 @@ class SlotBatch:
         self.logits = logits
         """`[slots, vocabulary]`, for the next draw."""
         samplings = [slot.job.request.sampling for slot in slots]
-        self._kind, self._sampling = kind_of(samplings), RowSampling.of(samplings, logits.device)
+        self._kind: Kind = kind_of(samplings)
+        self._sampling = RowSampling.of(samplings, logits.device)
         self._seed = torch.tensor([slot.job.request.seed for slot in slots], device=logits.device)
         self._longest = max(sampling.max_new_tokens for sampling in samplings)
 

@@ -262,7 +262,7 @@ class LocalWorker(ServedWorker):
     """A process of the pool's own. What its engine leaves in the `scratch` folder goes with the process."""
 
     def __init__(self, child: Child, path: Path, scratch: Path) -> None:
-        self.pid = child.pid
+        self.pid: int | None = child.pid
         self.child, self._path, self._scratch = child, path, scratch
 
     async def exited(self) -> str:
