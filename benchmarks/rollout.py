@@ -6,7 +6,7 @@
 As many rollouts as `--concurrency` says are asked for at once, in groups of 8, and none stops before its length. The
 rate counts written tokens, from the call to the last answer, prompts included in the time; the best of `--rounds`.
 `two_streams` is the time of the same rollouts asked by two callers, half of them each, the second a moment after the
-first, divided by the time of one caller: 1 means that callers share the engine at full speed, and at most 1.05 is wanted.
+first, divided by the time of one caller. At 1, callers share the engine at full speed; at most 1.05 is wanted.
 Rounds of both kinds alternate. Rows are merged into results/rollout_DEVICE.json.
 """
 
