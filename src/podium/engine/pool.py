@@ -99,6 +99,8 @@ class Pool(EnginePool):
             error=EngineError,
         )
         dtype = self._precision(member.get("dtype"), floor)
+        # In-process engines on a CPU are loaded before the fork and share the memory of the base weights.
+        is_shared = self._of == "inprocess" and policy.device.type == "cpu"
         self._folder = PoolFolder()
         self._room = min(member.get("max_context_tokens") or sys.maxsize, policy.max_context_tokens)
         traits = replace(
@@ -107,12 +109,10 @@ class Pool(EnginePool):
             weights_root=self._folder.weights,
             outlives_run=bool(urls),
             max_context_tokens=self._room,
-            keeps_order=self._of == "inprocess" and policy.device.type == "cpu" and not urls,
+            keeps_order=is_shared and not urls,
         )
         fixed = None if concurrency == "adaptive" else concurrency or DEFAULT_CONCURRENCY
         super().__init__(rules, traits, fixed, stalled_s, on_event)
-        # In-process engines on a CPU are loaded before the fork and share the memory of the base weights.
-        is_shared = self._of == "inprocess" and policy.device.type == "cpu"
         one_thread = {"OMP_NUM_THREADS": "1"} if is_shared else {}  # a process without other threads forks safely
         precision = compute_dtype and str(compute_dtype).partition(".")[2]
         given = {"model": model_of(policy), "engine": self._of, "options": member, "compute_dtype": precision}

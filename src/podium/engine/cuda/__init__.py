@@ -1,1 +1,0 @@
-"""Decoding on CUDA: slots over one cache, steps captured as graphs, prompts computed once a group."""
