@@ -104,7 +104,8 @@ class Seat:
     job: Job
     number: int
     """Seats are numbered in the order of admission. The youngest rollout has the highest number."""
-    place: Place
+    place: Place = field(init=False)
+    """Set when it is seated."""
     pages: list[int] = field(default_factory=list)
     """For the rollout's own tokens, which begin on a page of their own."""
     steps: int = 0
@@ -196,22 +197,30 @@ class Roster:
         admitted: list[Admission] = []
         tokens = 0
         while self.paused or (self.waiting and not only_paused):
-            paused = self.paused[0] if self.paused else None
-            job = self.waiting[0] if paused is None else paused.job
-            if job.is_cancelled and paused is None:
+            is_resumed = bool(self.paused)
+            job = self.paused[0].job if is_resumed else self.waiting[0]
+            if job.is_cancelled and not is_resumed:
                 self.waiting.popleft()
                 continue
-            place = next((each for each in self._places.values() if each.is_for(job, self.loads)), None)
-            if paused is not None:
-                tokens += len(job.request.token_ids) + paused.steps
-            elif place is None:
-                tokens += len(job.request.token_ids)
-            if (admitted and tokens > most_tokens) or (paused is None and not self._free_slots):
+            if not is_resumed and not self._free_slots:
                 break
-            taken = self._take_place(job, place, _pages_to_begin(job, paused, steps))
+            seat = self.paused[0] if is_resumed else Seat(self._free_slots[0], job, self._num_admitted)
+            place = next((each for each in self._places.values() if each.is_for(job, self.loads)), None)
+            if is_resumed or place is None:
+                tokens += len(job.request.token_ids) + seat.steps
+            if admitted and tokens > most_tokens:
+                break
+            taken = self._take_place(job, place, seat.pages_after(steps))
             if taken is None:
                 break
-            admitted.append(Admission(self._seat(job, paused, taken, steps), place is None, paused is not None))
+            if is_resumed:
+                self.paused.pop(0)
+            else:
+                self.waiting.popleft()
+                self._free_slots.popleft()
+                self._num_admitted += 1
+            self._seat(seat, taken, steps)
+            admitted.append(Admission(seat, place is None, is_resumed))
         return admitted
 
     def steps_ahead(self, most: int) -> int:
@@ -263,18 +272,11 @@ class Roster:
         seat.pages = []
         seat.place.num_seated -= 1
 
-    def _seat(self, job: Job, paused: Seat | None, place: Place, steps: int) -> Seat:
-        if paused is None:
-            self.waiting.popleft()
-            seat = Seat(self._free_slots.popleft(), job, self._num_admitted, place)
-            self._num_admitted += 1
-        else:
-            seat = self.paused.pop(0)
-            seat.place = place
+    def _seat(self, seat: Seat, place: Place, steps: int) -> None:
+        seat.place = place
         self._seats[seat.slot] = seat
         self._changes |= {(seat.slot, number): page for number, page in enumerate(place.pages)}
         self._extend(seat, seat.pages_after(steps))
-        return seat
 
     def _extend(self, seat: Seat, count: int) -> None:
         first = len(seat.place.pages) + len(seat.pages)
@@ -331,10 +333,3 @@ class Roster:
 
 
 _by_age = attrgetter("number")
-
-
-def _pages_to_begin(job: Job, paused: Seat | None, steps: int) -> int:
-    """Own pages that a rollout needs to be seated for so many steps."""
-    if paused is not None:
-        return paused.pages_after(steps)
-    return pages_for(min(steps, job.request.sampling.max_new_tokens))
