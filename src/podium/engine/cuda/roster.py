@@ -15,7 +15,7 @@ from counts, never from time.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -55,22 +55,6 @@ def pages_for(tokens: int) -> int:
 def reserved_pages(num_seated: int) -> int:
     """Pages that stay free while so many rollouts are seated and another is admitted."""
     return -(-num_seated // ROLLOUTS_PER_RESERVED_PAGE)
-
-
-class FreePages:
-    """The pages of a pool that have no owner. The page that was given back first is taken first."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._pages = deque(page for page in range(num_pages) if page != SPARE_PAGE)
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    def take(self, count: int) -> list[int]:
-        return [self._pages.popleft() for _ in range(count)]
-
-    def give_back(self, pages: Iterable[int]) -> None:
-        self._pages.extend(pages)
 
 
 @dataclass(eq=False)
@@ -151,7 +135,7 @@ class Roster:
     def resize(self, num_slots: int, num_pages: int) -> None:
         """Only while no rollout is seated or paused. There are as many places as slots, since a seat uses one."""
         self._free_slots, self._free_places = deque(range(num_slots)), deque(range(num_slots))
-        self._free_pages = FreePages(num_pages)
+        self._free_pages = deque(page for page in range(num_pages) if page != SPARE_PAGE)
         self._places: dict[int, Place] = {}
         self._seats: dict[int, Seat] = {}
         self.paused: list[Seat] = []
@@ -268,7 +252,7 @@ class Roster:
 
     def _unseat(self, seat: Seat) -> None:
         del self._seats[seat.slot]
-        self._free_pages.give_back(seat.pages)
+        self._free_pages.extend(seat.pages)
         seat.pages = []
         seat.place.num_seated -= 1
 
@@ -278,9 +262,13 @@ class Roster:
         self._changes |= {(seat.slot, number): page for number, page in enumerate(place.pages)}
         self._extend(seat, seat.pages_after(steps))
 
+    def _take_pages(self, count: int) -> list[int]:
+        """Those that were given back first."""
+        return [self._free_pages.popleft() for _ in range(count)]
+
     def _extend(self, seat: Seat, count: int) -> None:
         first = len(seat.place.pages) + len(seat.pages)
-        new = self._free_pages.take(count)
+        new = self._take_pages(count)
         seat.pages += new
         self._changes |= {(seat.slot, first + number): page for number, page in enumerate(new)}
 
@@ -302,7 +290,7 @@ class Roster:
         if not self._free_places:
             self._free_idle_place()
         group = job.request.prefix_group
-        pages = self._free_pages.take(num_pages)
+        pages = self._take_pages(num_pages)
         place = Place(self._free_places.popleft(), job.request.token_ids, group, self.loads, pages)
         place.num_missing = 1 if group is None else group.size
         self._places[place.index] = place
@@ -329,7 +317,7 @@ class Roster:
     def _free(self, place: Place) -> None:
         del self._places[place.index]
         self._free_places.append(place.index)
-        self._free_pages.give_back(place.pages)
+        self._free_pages.extend(place.pages)
 
 
 _by_age = attrgetter("number")
