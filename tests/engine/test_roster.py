@@ -238,7 +238,7 @@ def assert_pages_in_order(roster: Roster, num_pages: int) -> None:
     """Each page has one owner, a prompt or a rollout, or is free; none is lost."""
     owners = [*roster._places.values(), *roster._seats.values()]
     owned = [page for each in owners for page in each.pages]
-    assert Counter([*owned, *roster._free_pages._pages]) == Counter(range(1, num_pages + 1))
+    assert Counter([*owned, *roster._free_pages]) == Counter(range(1, num_pages + 1))
     assert all(not seat.pages for seat in roster.paused)
     for seat in roster.seats:
         assert roster._places[seat.place.index] is seat.place
