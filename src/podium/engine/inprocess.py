@@ -380,12 +380,11 @@ class Slot:
     """Whether the answer has been handed out, or nobody waits for it."""
 
     def write(self, token: int, logprob: float) -> None:
-        """Adds a token to an answer that has not ended, and ends it if it stops or is full."""
-        if not self.has_ended:
-            self.ids.append(token)
-            self.logprobs.append(logprob)
-            sampling = self.job.request.sampling
-            self.has_ended = token in sampling.stop_ids or len(self.ids) == sampling.max_new_tokens
+        """Adds a token to the answer, and ends it if it stops or is full."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        sampling = self.job.request.sampling
+        self.has_ended = token in sampling.stop_ids or len(self.ids) == sampling.max_new_tokens
 
 
 class SlotBatch:
@@ -407,14 +406,16 @@ class SlotBatch:
         self._kind: Kind = kind_of(samplings)
         self._sampling = RowSampling.of(samplings, logits.device)
         self._seed = torch.tensor([slot.job.request.seed for slot in slots], device=logits.device)
+        self._drawn = torch.tensor([len(slot.ids) for slot in slots], device=logits.device)
         self._longest = max(sampling.max_new_tokens for sampling in samplings)
 
     def draw(self) -> torch.Tensor:
-        """Draws and records a token for each slot; returns the ids."""
-        drawn = torch.tensor([len(slot.ids) for slot in self.slots], device=self.logits.device)
-        ids, logprobs = draw(self.logits, self._seed, drawn, self._sampling, self._kind)
+        """Draws a token for each slot, records those of answers that have not ended, and returns the ids."""
+        ids, logprobs = draw(self.logits, self._seed, self._drawn, self._sampling, self._kind)
+        self._drawn = self._drawn + 1
         for slot, token, logprob in zip(self.slots, ids.tolist(), logprobs.tolist(), strict=True):
-            slot.write(token, logprob)
+            if not slot.has_ended:
+                slot.write(token, logprob)
         return ids
 
     def outcomes(self, version: int) -> list[Outcome]:
