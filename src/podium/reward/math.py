@@ -12,18 +12,10 @@ import re
 from typing import Any
 
 from podium.errors import InputError
-from podium.records import Prompt, Rollout
 from podium.reward.math_answers import same_answer
 from podium.reward.math_answers.spelling import normal
-from podium.reward.scoring.verifiers import (
-    answer_as_text,
-    answer_within,
-    declare_range,
-    gold_answer,
-    judges_answer,
-    last_block,
-    reads_answer,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import answer_as_text, answer_within, last_block
 
 TAIL = 100_000
 """Only this many characters at the end of a text are searched."""
@@ -143,11 +135,8 @@ def expected_answer(answer: Any) -> str:
     return found
 
 
-@gold_answer(answer_within(r"The answer is \boxed{", "}"))
-@reads_answer(expected_answer)
-@declare_range(0.0, 1.0)
-@judges_answer
-def math(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_answer, gold=answer_within(r"The answer is \boxed{", "}"))
+def math(text: str, expected: str) -> bool:
     """0 or 1."""
-    found = find_answer(rollout.text)
-    return float(found is not None and same_answer(found, expected_answer(prompt.answer)))
+    found = find_answer(text)
+    return found is not None and same_answer(found, expected)

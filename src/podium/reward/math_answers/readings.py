@@ -40,7 +40,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Items:
-    """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`."""
+    """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`.
+
+    a : b : c is a `ratio` of two amounts, b/a and c/a.
+    """
 
     kind: str
     items: tuple["Answer", ...]
@@ -48,10 +51,11 @@ class Items:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of numbers: a kind and its parts.
+    """A set of numbers, as what is said of them: a kind and its parts.
 
-    `all`; `points`; `interval` of two ends and its brackets; `where` of two sides and their relation; `union`, `both`
-    (the intersection) and `minus` of other sets.
+    `where` has two sides and their relation; `union`, `both` (the intersection) and `minus` have other sets; an
+    `interval` is a `both` with a lower and an upper end. The set without a number is the `union` of nothing, the set of
+    all numbers is `both` of nothing.
     """
 
     kind: str
@@ -64,6 +68,16 @@ class Equation:
     """Sides that are said to be equal, as texts, because names are compared as texts."""
 
     sides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The first side if it only names the value of the others, else empty."""
+        return squeezed(self.sides[0]) if is_name(self.sides[0]) else ""
+
+    @property
+    def values(self) -> tuple["Answer", ...]:
+        """The readings of the last side."""
+        return readings(self.sides[-1])
 
 
 @dataclass(frozen=True)
@@ -92,13 +106,6 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """a : b : c"""
-
-    terms: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
 class Words:
     """Anything else: in small letters for comparison, and as it was."""
 
@@ -106,11 +113,13 @@ class Words:
     source: str = field(default="", compare=False)
 
 
-Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Ratio | Words
+Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Words
 
 MAX_CHARACTERS = 1000
 MAX_ITEMS = 60
 MAX_SIGNS = 3
+POINT = Node("symbol", ("a point",))
+"""Any number of a set; no text has a symbol of this name."""
 CLOCK = re.compile(
     r"([01]?[0-9]|2[0-4])(?:\s*:\s*([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?|([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])", re.I
 )
@@ -129,11 +138,13 @@ MODULUS = re.compile(
     r"|(?:\\b?mod|\bmod)\s*(?:\{(?P<group>[^{}]*)\}|(?P<plain>[0-9A-Za-z]+))"
 )
 MATRIX = re.compile(r"\\begin\s*\{([bpBvV]?matrix|array)\}(?:\{[clr| ]+\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+INTERVALS = ("()", "[]", "(]", "[)")
+NUMBERS, NOTHING = Region("both"), Region("union")
 NAMED_SETS = {
-    "ℝ": "all", "allreals": "all", "allrealnumbers": "all", "realnumbers": "all", "anyrealnumber": "all",
-    "nosolution": "points", "nosolutions": "points", "norealsolution": "points", "norealsolutions": "points",
-    "emptyset": "points", "theemptyset": "points",
-}  # fmt: skip
+    **dict.fromkeys(("ℝ", "allreals", "allrealnumbers", "realnumbers", "anyrealnumber"), NUMBERS),
+    **dict.fromkeys(("nosolution", "nosolutions", "norealsolution", "norealsolutions"), NOTHING),
+    **dict.fromkeys(("emptyset", "theemptyset", "⦃⦄"), NOTHING),
+}
 SAME_WORDS = {"dne": "doesnotexist", "thelimitdoesnotexist": "doesnotexist", "t": "true", "f": "false"}
 
 
@@ -352,9 +363,14 @@ def _clock(text: str) -> Clock | None:
 
 
 def _ratios(text: str) -> list[Answer]:
+    """a : b as the fraction, a : b : c as the ratios to a."""
     terms, signs = split_at(text, COLON)
     nodes = read_expressions(terms) if signs and all(terms) else None
-    return [Ratio(tuple(nodes))] if nodes else []
+    if nodes is None:
+        return []
+    if len(nodes) == 2:
+        return [Amount(Node("over", tuple(nodes)))]
+    return [Items("ratio", tuple(Amount(Node("over", (each, nodes[0]))) for each in nodes[1:]))]
 
 
 # ---- sets and brackets
@@ -362,10 +378,8 @@ def _ratios(text: str) -> list[Answer]:
 
 def _sets(text: str) -> Region | None:
     """A named set, or one made of others."""
-    if kind := NAMED_SETS.get(words(text)):
-        return Region(kind)
-    if re.fullmatch(r"\\emptyset\s*|⦃\s*⦄", text):
-        return Region("points")
+    if named := NAMED_SETS.get(words(text)):
+        return named
     parts, signs = split_at(text, SETS)
     if not signs or not all(parts):
         return None
@@ -382,15 +396,16 @@ def as_region(answer: Answer) -> Region | None:
     """An interval or a finite set as a set of numbers."""
     if isinstance(answer, Region):
         return answer
-    if isinstance(answer, Items):
-        values = [each.value for each in answer.items if isinstance(each, Amount)]
-        if len(values) < len(answer.items):
-            return None
-        if answer.kind in ("set", "list"):
-            return Region("points", tuple(values))
-        if len(values) == 2 and answer.kind in ("()", "[]", "(]", "[)"):
-            return Region("interval", (*values, answer.kind))
-    return None
+    items = answer.items if isinstance(answer, Items) else ()
+    values = [each.value for each in items if isinstance(each, Amount)]
+    if not isinstance(answer, Items) or len(values) < len(items):
+        return None
+    if answer.kind in ("set", "list"):
+        return Region("union", tuple(Region("where", (POINT, "=", value)) for value in values))
+    if len(values) != 2 or answer.kind not in INTERVALS:
+        return None
+    low, high = (r"\le" if bracket in "[]" else "<" for bracket in answer.kind)
+    return Region("interval", (Region("where", (values[0], low, POINT)), Region("where", (POINT, high, values[1]))))
 
 
 def _bracketed(text: str) -> Answer | None:
@@ -423,6 +438,8 @@ def _related(sides: list[str], relations: list[str]) -> list[Answer]:
         if about or (relations[0] == r"\approx" and sides[0] and not is_name(sides[0])):
             sides = sides[: about + 1]  # what follows is only a rounded value
         sides = [side for side in sides if side]
+        if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]):
+            sides = sides[::-1]  # 5 = x
         return [Equation(tuple(sides))] if len(sides) > 1 else _read(sides[0]) if sides else [Words("")]
     if r"\equiv" in relations or not all(sides):
         return [Words(words(" ".join(sides)))]
