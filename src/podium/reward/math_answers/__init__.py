@@ -28,7 +28,7 @@ from podium.reward.math_answers.readings import (
     as_region,
     readings,
 )
-from podium.reward.math_answers.spelling import normal, squeezed
+from podium.reward.math_answers.spelling import FUNCTIONS, normal, squeezed
 from podium.reward.math_answers.units import CURRENCIES, Unit
 from podium.reward.math_answers.values import (
     BUDGET,
@@ -421,10 +421,13 @@ MAX_NESTING = 12
 MAX_FUNCTIONS = 6
 MAX_EXPONENT = 12
 
-FUNCTIONS = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp|sqrt|max|min|gcd|lcm|mod|det"
-WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
+FUNCTION = "|".join([*FUNCTIONS, "mod"])
+WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:{FUNCTION})(?![A-Za-z]))[A-Za-z]{{3,}}")
 ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[clr|]+\})?")
 COSTLY = re.compile(r"\\(?:sum|prod|i*int|oint|lim|bigcup|bigcap|binom)(?![A-Za-z])|!|[0-9]{7}")
+BRACES = str.maketrans("([)]", "{{}}")
+EXPONENT = re.compile(r"\^\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|-?[0-9]+|.?)", re.DOTALL)
+"""A bare `{` where braces are nested more deeply."""
 SLOPPY = re.compile(
     r"(?<!_)[0-9]\s+[0-9]|[0-9]\s*_|[=<>:~?⟪]|\\(?:equiv|pmod|bmod|approx|overline|underline)(?![A-Za-z])"
 )
@@ -454,7 +457,7 @@ def _is_for_sympy(text: str) -> bool:
     return (
         len(text) <= MAX_CHARACTERS
         and not any(each.search(plain) for each in (WORD, COSTLY, SLOPPY))
-        and len(re.findall(rf"(?:{FUNCTIONS})(?![A-Za-z])", text)) <= MAX_FUNCTIONS
+        and len(re.findall(rf"(?:{FUNCTION})(?![A-Za-z])", text)) <= MAX_FUNCTIONS
         and _is_shallow(text)
         and _powers_are_small(text)
     )
@@ -472,6 +475,6 @@ def _is_shallow(text: str) -> bool:
 
 def _powers_are_small(text: str) -> bool:
     """Whether there is no power of a power and no large exponent."""
-    exponents = re.findall(r"\^\s*(\{[^{}]*\}|\(?-?[0-9]+|.?)", text)
+    exponents = EXPONENT.findall(text.translate(BRACES))
     sizes = [int(number[:9]) for exponent in exponents for number in re.findall("[0-9]+", exponent)]
-    return sum(sizes) <= MAX_EXPONENT and not any("^" in exponent or "{" in exponent[1:] for exponent in exponents)
+    return sum(sizes) <= MAX_EXPONENT and not any("^" in exponent or exponent == "{" for exponent in exponents)
