@@ -17,11 +17,7 @@ from podium.reward.scoring.verifiers import checks_answer
 
 def check(row: Row) -> None:
     """The row has cases, each with an input and an output."""
-    _check(tests_of(row))
-
-
-def _check(cases: list[Any]) -> None:
-    for case in cases:
+    for case in tests_of(row):
         if not (isinstance(case, Mapping) and {"input", "output"} <= case.keys()):
             raise ValueError(f'a test must have an "input" and an "output", unlike {case!r:.60}')
 
@@ -30,7 +26,6 @@ def _check(cases: list[Any]) -> None:
 @scores_programs
 def code_stdio(text: str, tests: list[Any], limits: Limits, sandbox: Sandbox) -> list[bool] | None:
     """0 without a fenced block. A case fails if the program exits with another code than 0."""
-    _check(tests)
     program = program_in(text)
     if program is None:
         return None

@@ -100,12 +100,10 @@ def _joins(between: str) -> bool:
 
 def _after_answer_is(text: str) -> str | None:
     """The formula right after the last such words; else the rest of the sentence, or the last formula in that."""
-    last = None
-    for match in ANSWER_IS.finditer(text):
-        last = match
-    if last is None:
+    ends = [match.end() for match in ANSWER_IS.finditer(text)]
+    if not ends:
         return None
-    tail = text[last.end() : last.end() + 2 * MAX_CHARACTERS]
+    tail = text[ends[-1] : ends[-1] + 2 * MAX_CHARACTERS]
     if tail.startswith(tuple(CLOSING)) and (formulas := _formulas(tail)):
         return formulas[0]
     sentence = re.split(r"\n|\.(?:\s|$)|。", tail, maxsplit=1)[0].strip(" *")

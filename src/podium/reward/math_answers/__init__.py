@@ -120,8 +120,7 @@ def _same(one: Answer, other: Answer) -> bool:
     if isinstance(one, Words) and isinstance(other, Words):
         return bool(one.text) and one.text == other.text
     if isinstance(one, Clock) and isinstance(other, Clock):
-        apart = abs(one.minutes - other.minutes) % 1440
-        return apart == 0 or (apart == 720 and not (one.is_certain and other.is_certain))
+        return bool(one.minutes & other.minutes)
     if isinstance(one, Congruence):
         return _same_congruence(one, other)
     if isinstance(one, Inequality) and isinstance(other, Inequality):

@@ -99,10 +99,9 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day in minutes; not certain if it may be in either half of the day."""
+    """The times of day, in minutes, that a text may mean: two if it does not say which half of the day."""
 
-    minutes: int
-    is_certain: bool
+    minutes: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -163,26 +162,21 @@ def readings(text: str) -> tuple[Answer, ...]:
 
 
 def _read_with_signs(text: str) -> list[Answer]:
-    r"""The readings of a text in which each `\pm` stands for both signs."""
-    signs = SIGN.findall(text)
-    if not signs:
+    r"""The readings of a text in which each `\pm` stands for both signs: the list of what it says with each choice."""
+    upper = ["+" if sign == "pm" else "-" for sign in SIGN.findall(text)]
+    if not upper:
         return _read(text)
-    if len(signs) > MAX_SIGNS:
+    if len(upper) > MAX_SIGNS:
         return [Words(text)]
-    together = [["+" if (sign == "pm") == is_upper else "-" for sign in signs] for is_upper in (True, False)]
-    found: list[Answer] = [_with_signs(text, together)]
-    if len(signs) > 1 and "mp" not in signs:
-        found.append(_with_signs(text, [choice[::-1] for choice in product("-+", repeat=len(signs))]))
-    return found
+    choices = [[upper, ["-" if sign == "+" else "+" for sign in upper]]]  # all upper signs, or all lower ones
+    if len(upper) > 1 and "-" not in upper:
+        choices.append([*map(list, product("+-", repeat=len(upper)))])
+    return [Items("list", tuple(_first(_with_signs(text, signs)) for signs in each)) for each in choices]
 
 
-def _with_signs(text: str, choices: Sequence[Sequence[str]]) -> Items:
-    """The list of the answers that the text gives with each choice of signs."""
-    texts = []
-    for choice in choices:
-        signs = iter(choice)
-        texts.append(SIGN.sub(lambda _, signs=signs: f" {next(signs)} ", text))
-    return Items("list", tuple(map(_first, texts)))
+def _with_signs(text: str, signs: list[str]) -> str:
+    left = iter(signs)
+    return SIGN.sub(lambda _: f" {next(left)} ", text)
 
 
 def _first(text: str) -> Answer:
@@ -353,13 +347,12 @@ def _compound(text: str) -> Amount | None:
 
 def _clock(text: str) -> Clock | None:
     match = CLOCK.fullmatch(re.sub("[⟪⟫]", " ", text).replace("{:}", ":").strip())
-    if match is None:
+    if match is None or (match[3] and int(match[1]) > 12):
         return None
-    if match[3]:
-        hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
-        return Clock(60 * hour + int(match[2] or 0), True) if int(match[1]) <= 12 else None
-    hour = int(match[4])
-    return Clock(60 * hour + int(match[5]), hour > 12 or match[4].startswith("0"))
+    hours = {int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)} if match[3] else {int(match[4])}
+    if not match[3] and int(match[4]) <= 12 and not match[4].startswith("0"):
+        hours.add(int(match[4]) + 12)
+    return Clock(frozenset((60 * hour + int(match[2] or match[5] or 0)) % 1440 for hour in hours))
 
 
 def _ratios(text: str) -> list[Answer]:

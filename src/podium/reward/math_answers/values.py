@@ -96,15 +96,9 @@ class Evaluator:
 
     def __call__(self, node: Node) -> Value:
         self.spend(1)
-        if node.kind in FUNCTIONS:
-            value = FUNCTIONS[node.kind](self, self.real(self(node.parts[0])))
-        elif node.kind in OPERATIONS:
-            value = OPERATIONS[node.kind](self, *map(self, node.parts))
-        elif method := getattr(self, f"_{node.kind}", None):
-            value = method(*node.parts)
-        else:
-            raise NoValue("not an operation")
-        return self.checked(value)
+        if node.kind in OPERATIONS:
+            return self.checked(OPERATIONS[node.kind](self, *map(self, node.parts)))
+        return self.checked(getattr(self, f"_{node.kind}")(*node.parts))
 
     def spend(self, work: float) -> None:
         self.budget.left -= work + 1
@@ -266,7 +260,7 @@ def _exact_power(base: Fraction, exponent: int) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(base) not in (0, 1) and bits * abs(exponent) > MAX_BITS:
         raise NoValue("too large")
-    return base**exponent if abs(base) != 1 else base ** (exponent % 2)
+    return base**exponent
 
 
 def _root(evaluator: Evaluator, value: Value, degree: Value) -> Value:
@@ -333,7 +327,8 @@ def _log(evaluator: Evaluator, value: Value, base: Value = None) -> Value:
 def _through(name: str, max_real: float = inf, max_size: float = inf) -> Callable[[Evaluator, Any], Any]:
     """A function of mpmath: not real for real numbers above `max_real`, and too large for numbers above `max_size`."""
 
-    def compute(evaluator: Evaluator, value: Any) -> Any:
+    def compute(evaluator: Evaluator, value: Value) -> Any:
+        value = evaluator.real(value)
         if abs(value) > max_size:
             raise NoValue("too large")
         evaluator.left_reals |= bool(evaluator.mp.im(value) == 0 and abs(value) > max_real)
@@ -374,16 +369,13 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "log": _log,
     "lg": _log,
     "ln": _ln,
-}
-"""Kind of node → its value, from the values of its parts."""
-FUNCTIONS: dict[str, Callable[[Evaluator, Any], Any]] = {
+    "cis": lambda evaluator, value: evaluator.mp.expj(evaluator.real(value)),
+    "arctan": _through("atan"),
     **{name: _through(name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "tanh", "coth")},
     **{name: _through(name, max_size=MAX_ROUNDED_BITS) for name in ("exp", "sinh", "cosh")},
-    "cis": lambda evaluator, value: evaluator.mp.exp(evaluator.mp.mpc(0, 1) * value),
-    "arctan": _through("atan"),
-    **{f"arc{name}": _through(f"a{name}", 1) for name in ("sin", "cos", "cot")},
+    **{f"arc{name}": _through(f"a{name}", max_real=1) for name in ("sin", "cos", "cot")},
 }
-"""Functions of one number of mpmath."""
+"""Kind of node → its value, from the values of its parts."""
 
 
 # ---- comparisons
