@@ -213,17 +213,13 @@ def _same_items(one: Answer, other: Answer) -> bool:
     if is_same is not None:
         return is_same
     kinds, mine, wanted = {one.kind, other.kind}, list(one.items), list(other.items)
-    if len(kinds) > 1 and "ratio" in kinds:
+    if len(kinds) > 1 and kinds & {"ratio", "matrix", "column"} and not kinds <= {"column", "()", "⟨⟩"}:
         return False
     if kinds <= {"list", "set"}:
         mine, wanted = _values(mine), _values(wanted)
         if "set" in kinds:
             mine, wanted = _distinct(mine), _distinct(wanted)
         return len(mine) == len(wanted) and _matched(mine, wanted)
-    if len(kinds) > 1 and "matrix" in kinds:
-        if not kinds & {"()", "⟨⟩"}:
-            return False
-        mine, wanted = _column(one), _column(other)
     if "set" in kinds or len(mine) != len(wanted):
         return False
     if len(kinds) > 1 and len(mine) == 2 and kinds & {"[]", "(]", "[)"}:
@@ -231,18 +227,10 @@ def _same_items(one: Answer, other: Answer) -> bool:
     return all(map(_same, mine, wanted))
 
 
-def _column(items: Items) -> list[Answer]:
-    """The cells of a matrix with one column, none of any other matrix; else the items."""
-    if items.kind != "matrix":
-        return list(items.items)
-    rows = [each.items for each in items.items if isinstance(each, Items)]
-    return [row[0] for row in rows] if all(len(row) == 1 for row in rows) else []
-
-
 def _distinct(items: list[Answer]) -> list[Answer]:
     found: list[Answer] = []
     for each in items:
-        if not any(_same(each, other) for other in found):
+        if not _any_same([each], found):
             found.append(each)
     return found
 

@@ -42,7 +42,7 @@ class Amount:
 class Items:
     """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`.
 
-    a : b : c is a `ratio` of two amounts, b/a and c/a.
+    A matrix with one column is a `column`, and a : b : c is a `ratio` of two amounts, b/a and c/a.
     """
 
     kind: str
@@ -255,6 +255,8 @@ def _single(text: str) -> list[Answer]:
         return [bracket]
     if (match := MATRIX.fullmatch(text)) and match[1] != "vmatrix":
         rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(match[2]), re.compile(r"\\\\"))[0] if row]
+        if all(len(row) == 1 for row in rows):
+            return [Items("column", tuple(_first(cell) for (cell,) in rows))]
         return [Items("matrix", tuple(Items("row", tuple(map(_first, row))) for row in rows))]
     found: list[Answer] = [*_amounts(text), *_ratios(text)]
     return found or [Words(words(text), text)]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm
 from typing import Any
 
@@ -24,7 +24,7 @@ DIGITS = 50
 MAX_DIGITS = 3000
 ROUGH_DIGITS = 25
 LIMIT_DIGITS = 80
-MOST_TERMS = 512
+PARTIAL_SUMS = [8, 16, 32, 64, 128, 256, 512]
 MAX_BITS = 100_000
 MAX_ROUNDED_BITS = 10_000
 MAX_ROOT_BITS = 900
@@ -183,13 +183,13 @@ class Evaluator:
         return self.fold(operator.add, 0, self._terms(variable, low, high, body))
 
     def _endless_sum(self, variable: str, first: int, body: Node) -> Value:
-        """From partial sums of 8, 16, … 512 terms, whose errors in 1/n, 1/n², … are eliminated."""
-        with self.roughly(LIMIT_DIGITS) as mp:
-            total, sums = mp.mpf(0), []
-            for count in range(1, MOST_TERMS + 1):
-                total += self.real(self.bound(variable, Fraction(first + count - 1), body))
-                if count >= 8 and count & (count - 1) == 0:
-                    sums.append(total)
+        """From a few partial sums, whose errors in 1/n, 1/n², … are eliminated."""
+        with self.roughly(LIMIT_DIGITS):
+            terms = (
+                self.real(self.bound(variable, Fraction(first + place), body)) for place in range(PARTIAL_SUMS[-1])
+            )
+            totals = [*accumulate(terms)]
+            sums = [totals[count - 1] for count in PARTIAL_SUMS]
             if abs(sums[-1] - sums[-2]) > 1e-12 * max(1, abs(sums[-1])):
                 last = sums
                 for order in range(1, len(sums)):
@@ -501,7 +501,7 @@ def number_of(node: Node) -> Any:
     taken = sample({}, node) if is_constant(node) else None
     if taken is None:
         return None
-    value = Evaluator({}).real(taken.results[0])
+    value = taken.real(taken.results[0])
     return value.real if abs(value.imag) < 1e-30 else None
 
 
