@@ -17,7 +17,11 @@ from podium.reward.scoring.verifiers import checks_answer
 
 def check(row: Row) -> None:
     """The row has cases, each with an input and an output."""
-    for case in tests_of(row):
+    _check(tests_of(row))
+
+
+def _check(cases: list[Any]) -> None:
+    for case in cases:
         if not (isinstance(case, Mapping) and {"input", "output"} <= case.keys()):
             raise ValueError(f'a test must have an "input" and an "output", unlike {case!r:.60}')
 
@@ -26,6 +30,7 @@ def check(row: Row) -> None:
 @scores_programs
 def code_stdio(text: str, tests: list[Any], limits: Limits, sandbox: Sandbox) -> list[bool] | None:
     """0 without a fenced block. A case fails if the program exits with another code than 0."""
+    _check(tests)
     program = program_in(text)
     if program is None:
         return None

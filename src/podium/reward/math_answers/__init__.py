@@ -369,14 +369,14 @@ def _holds(region: Region, point: Any) -> bool:
     """Whether the point belongs to the set."""
     parts: Any = region.parts
     if region.kind == "where":
-        return _relates(*parts, point)
+        return _relates(point, *parts)
     holds = (_holds(part, point) for part in parts)
     if region.kind == "minus":
         return next(holds) and not next(holds)
     return any(holds) if region.kind == "union" else all(holds)
 
 
-def _relates(left: Node, relation: str, right: Node, point: Any) -> bool:
+def _relates(point: Any, left: Node, relation: str, right: Node) -> bool:
     """Whether a relation holds at a point."""
     (name,) = symbols(left) | symbols(right)
     evaluator = Evaluator({name: point})
