@@ -6,17 +6,8 @@ row's answer is an integer, or a text with such a block.
 
 from typing import Any
 
-from podium.records import Prompt, Rollout
-from podium.reward.scoring.verifiers import (
-    answer_within,
-    decimals_in,
-    declare_range,
-    expected_integer,
-    gold_answer,
-    judges_answer,
-    last_block,
-    reads_answer,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import answer_within, decimals_in, expected_integer, last_block
 
 
 def label(answer: Any) -> str:
@@ -25,11 +16,8 @@ def label(answer: Any) -> str:
     return expected_integer(answer if block is None else block)
 
 
-@gold_answer(answer_within("<answer>", "</answer>"))
-@reads_answer(label)
-@declare_range(0.0, 1.0)
-@judges_answer
-def answer_tag(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(label, gold=answer_within("<answer>", "</answer>"))
+def answer_tag(text: str, expected: str) -> bool:
     """0 or 1."""
-    block = last_block(rollout.text, "answer")
-    return float(block is not None and list(decimals_in(block)) == [label(prompt.answer)])
+    block = last_block(text, "answer")
+    return block is not None and list(decimals_in(block)) == [expected]

@@ -6,26 +6,15 @@ marker, so `arithmetic` is the better reward where it gives any signal.
 
 import re
 
-from podium.records import Prompt, Rollout
-from podium.reward.arithmetic import MARKER, is_answer
-from podium.reward.scoring.verifiers import (
-    declare_range,
-    expected_integer,
-    gold_answer,
-    judges_answer,
-    reads_answer,
-    runs_inline,
-)
+from podium.reward.arithmetic import MARKER, after_marker
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import decimals_in, expected_integer
 
 INTEGER = re.compile(r"-?[0-9]+(?!\.?[0-9])")
 
 
-@runs_inline
-@gold_answer(lambda prompt: f"{MARKER} {prompt.answer}")
-@reads_answer(expected_integer)
-@declare_range(0.0, 1.2)
-@judges_answer
-def arithmetic_lax(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_integer, gold=after_marker, highest=1.2, inline=True)
+def arithmetic_lax(text: str, expected: str) -> float:
     """0, 0.2, 1.0 or 1.2."""
-    found = INTEGER.findall(rollout.text)
-    return 0.2 * (MARKER in rollout.text) + 1.0 * bool(found and is_answer(found[-1], prompt.answer))
+    found = INTEGER.findall(text)
+    return 0.2 * (MARKER in text) + 1.0 * bool(found and list(decimals_in(found[-1])) == [expected])

@@ -3,25 +3,14 @@
 Without those words the score is 0. If `answer` is a list, any of its texts is right.
 """
 
-from podium.records import Prompt, Rollout
-from podium.reward.scoring.verifiers import (
-    answer_within,
-    declare_range,
-    expected_texts,
-    gold_answer,
-    is_any_of,
-    judges_answer,
-    reads_answer,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import answer_within, expected_texts, is_any_of
 
 MARKER = "The answer is:"
 
 
-@gold_answer(answer_within("The answer is: "))
-@reads_answer(expected_texts)
-@declare_range(0.0, 1.0)
-@judges_answer
-def flan(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_texts, gold=answer_within(f"{MARKER} "))
+def flan(text: str, expected: list[str]) -> bool:
     """0 or 1."""
-    _, marker, tail = rollout.text.rpartition(MARKER)
-    return float(bool(marker) and is_any_of(tail, expected_texts(prompt.answer)))
+    _, marker, tail = text.rpartition(MARKER)
+    return bool(marker) and is_any_of(tail, expected)

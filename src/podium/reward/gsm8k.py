@@ -10,15 +10,8 @@ import re
 from typing import Any
 
 from podium.errors import InputError
-from podium.records import Prompt, Rollout
-from podium.reward.scoring.verifiers import (
-    answer_as_text,
-    declare_range,
-    judges_answer,
-    last_readings,
-    numbers_in,
-    reads_answer,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import answer_as_text, last_readings, numbers_in
 
 MARKER = "####"
 SCALE = re.compile(r"[0-9]\s*(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
@@ -38,9 +31,7 @@ def expected_number(answer: Any) -> str:
     return found[0] if marker else found[-1]
 
 
-@reads_answer(expected_number)
-@declare_range(0.0, 1.0)
-@judges_answer
-def gsm8k(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_number)
+def gsm8k(text: str, expected: str) -> bool:
     """0 or 1."""
-    return float(expected_number(prompt.answer) in last_readings(rollout.text))
+    return expected in last_readings(text)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
 from podium.reward.instructions.english import require_langdetect
-from podium.reward.instructions.ifeval import INSTRUCTIONS
+from podium.reward.instructions.ifeval import ARGUMENTS, INSTRUCTIONS
 from podium.reward.instructions.tulu3 import FUNCTIONS
 from podium.reward.scoring.verifiers import (
     checks_answer,
@@ -118,9 +118,10 @@ def _constraint(
 
 @lru_cache
 def _arguments_model(function: Callable[..., bool]) -> type[BaseModel]:
-    """Checks the function's keyword-only arguments by their annotations; none may be missing or unknown."""
-    parameters = inspect.signature(function).parameters.values()
-    fields = {each.name: (each.annotation, ...) for each in parameters if each.kind is each.KEYWORD_ONLY}
+    """Checks the function's arguments after the text, by their annotations or names; none may be missing or unknown."""
+    _, *given = inspect.signature(function).parameters.values()
+    types = {each.name: each.annotation for each in given}
+    fields = {name: (ARGUMENTS[name] if own is inspect.Parameter.empty else own, ...) for name, own in types.items()}
     return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)  # type: ignore[call-overload]
 
 

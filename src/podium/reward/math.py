@@ -12,18 +12,10 @@ import re
 from typing import Any
 
 from podium.errors import InputError
-from podium.records import Prompt, Rollout
 from podium.reward.math_answers import same_answer
 from podium.reward.math_answers.spelling import normal
-from podium.reward.scoring.verifiers import (
-    answer_as_text,
-    answer_within,
-    declare_range,
-    gold_answer,
-    judges_answer,
-    last_block,
-    reads_answer,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import answer_as_text, answer_within, last_block
 
 TAIL = 100_000
 """Only this many characters at the end of a text are searched."""
@@ -108,12 +100,10 @@ def _joins(between: str) -> bool:
 
 def _after_answer_is(text: str) -> str | None:
     """The formula right after the last such words; else the rest of the sentence, or the last formula in that."""
-    last = None
-    for match in ANSWER_IS.finditer(text):
-        last = match
-    if last is None:
+    ends = [match.end() for match in ANSWER_IS.finditer(text)]
+    if not ends:
         return None
-    tail = text[last.end() : last.end() + 2 * MAX_CHARACTERS]
+    tail = text[ends[-1] : ends[-1] + 2 * MAX_CHARACTERS]
     if tail.startswith(tuple(CLOSING)) and (formulas := _formulas(tail)):
         return formulas[0]
     sentence = re.split(r"\n|\.(?:\s|$)|。", tail, maxsplit=1)[0].strip(" *")
@@ -143,11 +133,8 @@ def expected_answer(answer: Any) -> str:
     return found
 
 
-@gold_answer(answer_within(r"The answer is \boxed{", "}"))
-@reads_answer(expected_answer)
-@declare_range(0.0, 1.0)
-@judges_answer
-def math(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_answer, gold=answer_within(r"The answer is \boxed{", "}"))
+def math(text: str, expected: str) -> bool:
     """0 or 1."""
-    found = find_answer(rollout.text)
-    return float(found is not None and same_answer(found, expected_answer(prompt.answer)))
+    found = find_answer(text)
+    return found is not None and same_answer(found, expected)

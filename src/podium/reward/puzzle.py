@@ -3,20 +3,11 @@
 `<answer>` tags do not count. If `answer` is a list, any of its texts is right.
 """
 
-from podium.records import Prompt, Rollout
-from podium.reward.scoring.verifiers import (
-    declare_range,
-    expected_texts,
-    is_any_of,
-    judges_answer,
-    reads_answer,
-    without_answer_tags,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import expected_texts, is_any_of, without_answer_tags
 
 
-@reads_answer(expected_texts)
-@declare_range(0.0, 1.0)
-@judges_answer
-def puzzle(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_texts)
+def puzzle(text: str, expected: list[str]) -> bool:
     """0 or 1."""
-    return float(is_any_of(without_answer_tags(rollout.text), expected_texts(prompt.answer)))
+    return is_any_of(without_answer_tags(text), expected)

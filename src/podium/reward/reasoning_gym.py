@@ -26,6 +26,8 @@ from functools import lru_cache
 from typing import Any
 
 from podium.records import Prompt, Rollout
+from podium.reward.math_answers.expressions import read_expressions
+from podium.reward.math_answers.values import number_of
 from podium.reward.scoring.verifiers import declare_range, gold_answer, judges_answer
 
 EVALUATING = {"eval", "exec", "parse_expr", "sympify"}
@@ -37,14 +39,8 @@ FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"
 INVISIBLE = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 MEMORY_MB = 512
 """Memory that scoring one answer may take in addition to what the process has."""
-MAX_PUZZLE_CHARACTERS = 200
+PUZZLE = re.compile(r"[0-9+*/() -]{0,200}")
 PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: Fraction.__add__,
-    ast.Sub: Fraction.__sub__,
-    ast.Mult: Fraction.__mul__,
-    ast.Div: Fraction.__truediv__,
-}
 
 
 @gold_answer(lambda prompt: f"<answer>{prompt.metadata['entry']['answer']}</answer>")
@@ -144,25 +140,12 @@ def little_memory() -> Iterator[None]:
 
 
 def _makes_24(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether the answer uses the row's numbers, each once, and makes exactly 24."""
-    used = sorted(int(number) for number in re.findall(r"[0-9]+", answer[:MAX_PUZZLE_CHARACTERS]))
-    if len(answer) > MAX_PUZZLE_CHARACTERS or used != sorted(entry["metadata"]["numbers"]):
+    """Whether the answer uses the row's numbers, each once, and makes exactly 24 with + - * / and brackets."""
+    if not PUZZLE.fullmatch(answer):
         return False
-    try:
-        return _value(ast.parse(answer.strip(), mode="eval").body) == 24
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return False
-
-
-def _value(node: ast.expr) -> Fraction:
-    """The value of an expression of whole numbers, + - * / and brackets."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        return -_value(node.operand) if isinstance(node.op, ast.USub) else _value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError("not an expression of the four operations")
+    used = sorted(int(number) for number in re.findall(r"[0-9]+", answer))
+    nodes = read_expressions([answer.strip()])
+    return nodes is not None and used == sorted(entry["metadata"]["numbers"]) and number_of(nodes[0]) == 24
 
 
 def _is_near(answer: str, entry: dict[str, Any]) -> bool:

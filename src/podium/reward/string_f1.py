@@ -3,21 +3,11 @@
 `<answer>` tags do not count. F1 is twice the shared words over all words of both.
 """
 
-from podium.records import Prompt, Rollout
-from podium.reward.scoring.verifiers import (
-    declare_range,
-    expected_texts,
-    judges_answer,
-    reads_answer,
-    without_answer_tags,
-    word_f1,
-)
+from podium.reward.scoring.answers import verifier
+from podium.reward.scoring.verifiers import expected_texts, without_answer_tags, word_f1
 
 
-@reads_answer(expected_texts)
-@declare_range(0.0, 1.0)
-@judges_answer
-def string_f1(prompt: Prompt, rollout: Rollout) -> float:
+@verifier(expected_texts)
+def string_f1(text: str, expected: list[str]) -> float:
     """0 … 1."""
-    text = without_answer_tags(rollout.text)
-    return max(word_f1(text, expected) for expected in expected_texts(prompt.answer))
+    return max(word_f1(without_answer_tags(text), each) for each in expected)

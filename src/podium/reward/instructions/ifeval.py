@@ -9,7 +9,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -25,50 +25,25 @@ def _known_language(code: str) -> str:
 Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
-Letter = Annotated[str, Field(pattern=r"^\S$")]
-Language = Annotated[str, AfterValidator(_known_language)]
-Relation = Literal["less than", "at least"]
-
-
-def existence(text: str, *, keywords: Texts) -> bool:
-    """Every keyword occurs."""
-    return all(_pattern(keyword, re.escape(keyword)).search(text) for keyword in keywords)
-
-
-def frequency(text: str, *, keyword: Text, frequency: Count, relation: Relation) -> bool:
-    """The keyword occurs less than, or at least, that many times."""
-    keyword = keyword.strip()
-    return _holds(_count(_pattern(keyword, re.escape(keyword)), text), relation, frequency)
-
-
-def forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
-    """None of the words occurs as a whole word."""
-    return not any(_pattern(rf"\b{word}\b", rf"\b{re.escape(word)}\b").search(text) for word in forbidden_words)
-
-
-def letter_frequency(text: str, *, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
-    """The letter, upper or lower case, occurs less than, or at least, that many times."""
-    return _holds(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def response_language(text: str, *, language: Language) -> bool:
-    """The text is in the language, or its language cannot be detected."""
-    return language_of(text) in (language, None)
-
-
-def number_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
-    return _holds(count_sentences(text), relation, num_sentences)
+Quantifier = Literal["at least", "around", "at most"]
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("keywords", "forbidden_words", "keyword_list", "options"), Texts),
+    **dict.fromkeys(("keyword", "word", "first_word", "end_phrase"), Text),
+    **dict.fromkeys(("prompt_to_repeat", "original_prompt", "section_splitter"), Text),
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_words"), Count),
+    **dict.fromkeys(("num_placeholders", "N"), Count),
+    **dict.fromkeys(("relation", "let_relation", "capital_relation"), Literal["less than", "at least"]),
+    "quantifier": Quantifier,
+    "letter": Annotated[str, Field(pattern=r"^\S$")],
+    "language": Annotated[str, AfterValidator(_known_language)],
+}
+"""What an instruction's argument of this name must be if the instruction does not say it."""
 
 
 def number_paragraphs(text: str, *, num_paragraphs: Count) -> bool:
     """That many paragraphs, separated by `***`; only the first and the last part may be empty."""
     parts = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(parts[1:-1]) and sum(parts) == num_paragraphs
-
-
-def number_words(text: str, *, num_words: Count, relation: Relation) -> bool:
-    """Words are runs of letters, digits and underscores: "don't" is two."""
-    return _holds(_count(re.compile(r"\w+"), text), relation, num_words)
 
 
 def nth_paragraph_first_word(
@@ -87,11 +62,6 @@ def nth_paragraph_first_word(
     return word is not None and word[0].lower() == first_word.lower()
 
 
-def number_placeholders(text: str, *, num_placeholders: Count) -> bool:
-    """At least that many `[…]`, each within one line."""
-    return count_enclosed(text, "[", "]") >= num_placeholders
-
-
 def postscript(text: str, *, postscript_marker: Text) -> bool:
     """The marker occurs, in any case."""
     marker = postscript_marker.strip()
@@ -104,11 +74,6 @@ def number_bullet_lists(text: str, *, num_bullets: Count) -> bool:
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-", text, re.MULTILINE)
     return len(stars) + len(dashes) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    """One of IFEval's three answers occurs."""
-    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
 
 
 def number_highlighted_sections(text: str, *, num_highlights: Count) -> bool:
@@ -149,41 +114,6 @@ def two_responses(text: str) -> bool:
     return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
 
 
-def repeat_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
-    """The text begins with the request, in any case."""
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(text: str, *, end_phrase: Text) -> bool:
-    """The text ends with the phrase, in any case; double quotes after it do not count."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def capital_word_frequency(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """Words in capitals occur less than, or at least, that many times."""
-    return _holds(count_capital_words(text), capital_relation, capital_frequency)
-
-
-def english_capital(text: str) -> bool:
-    """In capitals, and in English or in a language that cannot be detected."""
-    return text.isupper() and language_of(text) in ("en", None)
-
-
-def english_lowercase(text: str) -> bool:
-    """In lower case, and in English or in a language that cannot be detected."""
-    return text.islower() and language_of(text) in ("en", None)
-
-
-def no_comma(text: str) -> bool:
-    return "," not in text
-
-
-def quotation(text: str) -> bool:
-    """The whole text is in double quotes."""
-    text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
 def count_enclosed(text: str, opening: str, closing: str) -> int:
     """How many pairs of the two marks there are, each within a line; nothing need stand between them."""
     count = 0
@@ -210,32 +140,69 @@ def _count(pattern: re.Pattern[str], text: str) -> int:
     return sum(1 for _ in pattern.finditer(text))
 
 
-def _pattern(pattern: str, literal: str, flags: re.RegexFlag | int = re.IGNORECASE) -> re.Pattern[str]:
+def _pattern(pattern: str, literal: str | None = None, flags: re.RegexFlag | int = re.IGNORECASE) -> re.Pattern[str]:
     """IFEval uses the words of a label as patterns; words that are no pattern, such as `(note`, are taken literally."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # "possible nested set": the label's business
         try:
             return re.compile(pattern, flags)
         except re.error:
-            return re.compile(literal, flags)
+            return re.compile(re.escape(pattern) if literal is None else literal, flags)
 
 
-GROUPS: dict[str, list[Callable[..., bool]]] = {
-    "keywords": [existence, frequency, forbidden_words, letter_frequency],
-    "language": [response_language],
-    "length_constraints": [number_sentences, number_paragraphs, number_words, nth_paragraph_first_word],
-    "detectable_content": [number_placeholders, postscript],
-    "detectable_format": [
-        number_bullet_lists,
-        constrained_response,
-        number_highlighted_sections,
-        multiple_sections,
-        json_format,
-        title,
-    ],
-    "combination": [two_responses, repeat_prompt],
-    "startend": [end_checker, quotation],
-    "change_case": [capital_word_frequency, english_capital, english_lowercase],
-    "punctuation": [no_comma],
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(_pattern(each).search(text) for each in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _holds(
+        _count(_pattern(keyword.strip()), text), relation, frequency
+    ),
+    # None of the words occurs as a whole word.
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_pattern(rf"\b{word}\b", rf"\b{re.escape(word)}\b").search(text) for word in forbidden_words)
+    ),
+    # Upper or lower case.
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _holds(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    # Also if the language cannot be detected; so for capitals and lower case below.
+    "language:response_language": lambda text, language: language_of(text) in (language, None),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _holds(
+        count_sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": number_paragraphs,
+    # Words are runs of letters, digits and underscores: "don't" is two.
+    "length_constraints:number_words": lambda text, num_words, relation: _holds(
+        _count(re.compile(r"\w+"), text), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    # At least that many `[…]`, each within one line.
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        count_enclosed(text, "[", "]") >= num_placeholders
+    ),
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    # One of IFEval's three answers occurs.
+    "detectable_format:constrained_response": lambda text: any(
+        f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+    ),
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    # The text begins with the request, in any case.
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    # In any case; double quotes after the phrase do not count.
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    # The whole text is in double quotes.
+    "startend:quotation": lambda text: re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _holds(
+        count_capital_words(text), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and language_of(text) in ("en", None),
+    "change_case:english_lowercase": lambda text: text.islower() and language_of(text) in ("en", None),
+    "punctuation:no_comma": lambda text: "," not in text,
 }
-INSTRUCTIONS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.items() for check in checks}

@@ -6,29 +6,12 @@ white space, counts are exact, case mostly matters. Paper: https://arxiv.org/abs
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from podium.reward.instructions.english import language_of
-from podium.reward.instructions.ifeval import Count, Language, Text, Texts, count_enclosed, is_json
-
-Quantifier = Literal["at least", "around", "at most"]
-
-
-def verify_keywords(text: str, *, keyword_list: Texts) -> bool:
-    """Every keyword occurs, in any case, also within a word."""
-    return all(keyword.lower() in text.lower() for keyword in keyword_list)
-
-
-def verify_keyword_frequency(text: str, *, word: Text, N: Count) -> bool:
-    """The word occurs exactly N times as a whole word, in any case."""
-    return re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N
-
-
-def validate_forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
-    """None of the words occurs, in any case, not even within a word."""
-    return not any(word.lower() in text.lower() for word in forbidden_words)
+from podium.reward.instructions.ifeval import Count, Quantifier, Text, count_enclosed, is_json
 
 
 def verify_letter_frequency(text: str, *, letter: Annotated[str, Field(min_length=1, max_length=1)], N: Count) -> bool:
@@ -36,19 +19,10 @@ def verify_letter_frequency(text: str, *, letter: Annotated[str, Field(min_lengt
     return text.count(letter) == N
 
 
-def validate_response_language(text: str, *, language: Language) -> bool:
-    return language_of(text) == language
-
-
 def verify_paragraph_count(text: str, *, N: Count) -> bool:
     """Exactly N paragraphs with `* * *` between them, none of them empty."""
     parts = "\n".join(line.strip() for line in text.splitlines()).split("* * *")
     return len(parts) == N and all(part.strip() for part in parts)
-
-
-def validate_word_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """Words are separated by white space; "around" is 10 % more or fewer, at least 1."""
-    return _holds(len(text.split()), quantifier, N, tolerance=_tenth(N))
 
 
 def verify_sentence_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
@@ -69,78 +43,10 @@ def verify_postscript(text: str, *, postscript_marker: Text) -> bool:
     return len((found + tail).strip()) > len(postscript_marker)
 
 
-def validate_placeholders(text: str, *, N: Count) -> bool:
-    """At least N `[…]`, each within one line."""
-    return count_enclosed(text, "[", "]") >= N
-
-
-def verify_bullet_points(text: str, *, N: Count) -> bool:
-    """Exactly N lines that begin with `*` or `-`."""
-    return sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N
-
-
-def validate_title(text: str) -> bool:
-    """A line has `<<…>>`."""
-    return count_enclosed(text, "<<", ">>") > 0
-
-
-def validate_choice(text: str, *, options: Texts) -> bool:
-    """One of the options occurs."""
-    return any(option in text for option in options)
-
-
-def validate_highlighted_sections(text: str, *, N: Count) -> bool:
-    """At least N `*…*`, each within one line; empty ones count, so `**bold**` is two."""
-    return count_enclosed(text, "*", "*") >= N
-
-
-def validate_sections(text: str, *, N: Count, section_splitter: Text) -> bool:
-    """At least N times the word and a number, in any case."""
-    return len(re.findall(re.escape(section_splitter) + r"\s?\d+", text, re.IGNORECASE)) >= N
-
-
-def validate_json_format(text: str) -> bool:
-    return is_json(text)
-
-
-def validate_repeat_prompt(text: str, *, original_prompt: Text) -> bool:
-    """The text begins with the request."""
-    return text.startswith(original_prompt)
-
-
 def validate_two_responses(text: str) -> bool:
     """Two different texts with one `******` between them."""
     first, _, second = text.partition("******")
     return text.count("******") == 1 and first.strip() != second.strip()
-
-
-def validate_uppercase(text: str) -> bool:
-    """No letter is lower case."""
-    return text == text.upper()
-
-
-def validate_lowercase(text: str) -> bool:
-    """No letter is upper case."""
-    return text == text.lower()
-
-
-def validate_frequency_capital_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """Words of the letters A-Z in capitals; "around" is 10 % more or fewer, at least 1."""
-    return _holds(len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N, tolerance=_tenth(N))
-
-
-def validate_end(text: str, *, end_phrase: Text) -> bool:
-    """The text ends with the phrase."""
-    return text.endswith(end_phrase)
-
-
-def validate_quotation(text: str) -> bool:
-    """The text begins and ends with a double quote."""
-    return text.startswith('"') and text.endswith('"')
-
-
-def validate_no_commas(text: str) -> bool:
-    return "," not in text
 
 
 def _tenth(wanted: int) -> int:
@@ -154,5 +60,45 @@ def _holds(found: int, quantifier: str, wanted: int, tolerance: int) -> bool:
 
 
 FUNCTIONS: dict[str, Callable[..., bool]] = {
-    name: function for name, function in globals().items() if name.startswith(("validate_", "verify_"))
+    # In any case, also within a word.
+    "verify_keywords": lambda text, keyword_list: all(each.lower() in text.lower() for each in keyword_list),
+    # Exactly N times as a whole word, in any case.
+    "verify_keyword_frequency": lambda text, word, N: re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == N,
+    # Not even within a word.
+    "validate_forbidden_words": lambda text, forbidden_words: (
+        not any(word.lower() in text.lower() for word in forbidden_words)
+    ),
+    "verify_letter_frequency": verify_letter_frequency,
+    "validate_response_language": lambda text, language: language_of(text) == language,
+    "verify_paragraph_count": verify_paragraph_count,
+    # Words are separated by white space; "around" is 10 % more or fewer, at least 1.
+    "validate_word_constraint": lambda text, N, quantifier: _holds(len(text.split()), quantifier, N, _tenth(N)),
+    "verify_sentence_constraint": verify_sentence_constraint,
+    "validate_paragraphs": validate_paragraphs,
+    "verify_postscript": verify_postscript,
+    # At least N `[…]`, each within one line.
+    "validate_placeholders": lambda text, N: count_enclosed(text, "[", "]") >= N,
+    # Exactly N lines that begin with `*` or `-`.
+    "verify_bullet_points": lambda text, N: sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == N,
+    "validate_title": lambda text: count_enclosed(text, "<<", ">>") > 0,
+    "validate_choice": lambda text, options: any(option in text for option in options),
+    # At least N `*…*`, each within one line; empty ones count, so `**bold**` is two.
+    "validate_highlighted_sections": lambda text, N: count_enclosed(text, "*", "*") >= N,
+    # At least N times the word and a number, in any case.
+    "validate_sections": lambda text, N, section_splitter: (
+        len(re.findall(re.escape(section_splitter) + r"\s?\d+", text, re.IGNORECASE)) >= N
+    ),
+    "validate_json_format": is_json,
+    "validate_repeat_prompt": lambda text, original_prompt: text.startswith(original_prompt),
+    "validate_two_responses": validate_two_responses,
+    "validate_uppercase": lambda text: text == text.upper(),
+    "validate_lowercase": lambda text: text == text.lower(),
+    # Words of the letters A-Z in capitals; "around" is 10 % more or fewer, at least 1.
+    "validate_frequency_capital_words": lambda text, N, quantifier: _holds(
+        len(re.findall(r"\b[A-Z]+\b", text)), quantifier, N, _tenth(N)
+    ),
+    "validate_end": lambda text, end_phrase: text.endswith(end_phrase),
+    # The text begins and ends with a double quote.
+    "validate_quotation": lambda text: text.startswith('"') and text.endswith('"'),
+    "validate_no_commas": lambda text: "," not in text,
 }

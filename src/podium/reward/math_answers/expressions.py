@@ -9,13 +9,12 @@ from fractions import Fraction
 from typing import Any, NoReturn
 
 from podium.reward.math_answers.spelling import FUNCTIONS
-from podium.reward.math_answers.units import is_unit
+from podium.reward.math_answers.units import NUMBER_WORDS, is_unit
 
 MAX_EXPONENT_DIGITS = 4
 MAX_NESTING = 40
 MAX_FACTORS = 60
 MAX_DETERMINANT = 4
-BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 NUMBER = re.compile(
     r"(?P<mixed>[0-9]+ +[0-9]+ ?/ ?[0-9]+(?![0-9.]))"
     r"|(?P<base>[0-9][0-9A-Za-z]*)\s*_\s*(?:\{\s*⟪?\s*(?P<braced>[0-9]{1,2}|[a-z]+)\s*⟫?\s*\}|(?P<bare>[0-9]{1,2}))"
@@ -94,7 +93,8 @@ def _read_number(match: re.Match[str]) -> Node:
         whole, top, bottom = map(int, re.findall("[0-9]+", match["mixed"]))
         return number(whole + Fraction(top, bottom)) if 0 < top < bottom else fail(match[0])
     if match["base"]:
-        base = BASES.get(match["braced"] or "") or int(re.sub("[a-z]", "", match["braced"] or match["bare"]) or 0)
+        written = match["braced"] or match["bare"]
+        base = int(written) if written.isdigit() else NUMBER_WORDS.get(written, 0)
         try:
             return number(int(match["base"], base)) if 2 <= base <= 36 else fail(match[0])
         except ValueError as error:

@@ -40,7 +40,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Items:
-    """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`."""
+    """Several answers: `list` (bare), `set`, by its brackets `()`, `[]`, `[)`, `(]`, `⟨⟩`, a `matrix` or its `row`.
+
+    A matrix with one column is a `column`, and a : b : c is a `ratio` of two amounts, b/a and c/a.
+    """
 
     kind: str
     items: tuple["Answer", ...]
@@ -48,10 +51,11 @@ class Items:
 
 @dataclass(frozen=True)
 class Region:
-    """A set of numbers: a kind and its parts.
+    """A set of numbers, as what is said of them: a kind and its parts.
 
-    `all`; `points`; `interval` of two ends and its brackets; `where` of two sides and their relation; `union`, `both`
-    (the intersection) and `minus` of other sets.
+    `where` has two sides and their relation; `union`, `both` (the intersection) and `minus` have other sets; an
+    `interval` is a `both` with a lower and an upper end. The set without a number is the `union` of nothing, the set of
+    all numbers is `both` of nothing.
     """
 
     kind: str
@@ -64,6 +68,16 @@ class Equation:
     """Sides that are said to be equal, as texts, because names are compared as texts."""
 
     sides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The first side if it only names the value of the others, else empty."""
+        return squeezed(self.sides[0]) if is_name(self.sides[0]) else ""
+
+    @property
+    def values(self) -> tuple["Answer", ...]:
+        """The readings of the last side."""
+        return readings(self.sides[-1])
 
 
 @dataclass(frozen=True)
@@ -85,17 +99,9 @@ class Congruence:
 
 @dataclass(frozen=True)
 class Clock:
-    """A time of day in minutes; not certain if it may be in either half of the day."""
+    """The times of day, in minutes, that a text may mean: two if it does not say which half of the day."""
 
-    minutes: int
-    is_certain: bool
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """a : b : c"""
-
-    terms: tuple[Node, ...]
+    minutes: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -106,11 +112,13 @@ class Words:
     source: str = field(default="", compare=False)
 
 
-Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Ratio | Words
+Answer = Amount | Items | Region | Equation | Inequality | Congruence | Clock | Words
 
 MAX_CHARACTERS = 1000
 MAX_ITEMS = 60
 MAX_SIGNS = 3
+POINT = Node("symbol", ("a point",))
+"""Any number of a set; no text has a symbol of this name."""
 CLOCK = re.compile(
     r"([01]?[0-9]|2[0-4])(?:\s*:\s*([0-5][0-9]))?\s*([ap])\.?\s?m\b\.?|([01]?[0-9]|2[0-4])\s*:\s*([0-5][0-9])", re.I
 )
@@ -129,11 +137,13 @@ MODULUS = re.compile(
     r"|(?:\\b?mod|\bmod)\s*(?:\{(?P<group>[^{}]*)\}|(?P<plain>[0-9A-Za-z]+))"
 )
 MATRIX = re.compile(r"\\begin\s*\{([bpBvV]?matrix|array)\}(?:\{[clr| ]+\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+INTERVALS = ("()", "[]", "(]", "[)")
+NUMBERS, NOTHING = Region("both"), Region("union")
 NAMED_SETS = {
-    "ℝ": "all", "allreals": "all", "allrealnumbers": "all", "realnumbers": "all", "anyrealnumber": "all",
-    "nosolution": "points", "nosolutions": "points", "norealsolution": "points", "norealsolutions": "points",
-    "emptyset": "points", "theemptyset": "points",
-}  # fmt: skip
+    **dict.fromkeys(("ℝ", "allreals", "allrealnumbers", "realnumbers", "anyrealnumber"), NUMBERS),
+    **dict.fromkeys(("nosolution", "nosolutions", "norealsolution", "norealsolutions"), NOTHING),
+    **dict.fromkeys(("emptyset", "theemptyset", "⦃⦄"), NOTHING),
+}
 SAME_WORDS = {"dne": "doesnotexist", "thelimitdoesnotexist": "doesnotexist", "t": "true", "f": "false"}
 
 
@@ -152,26 +162,21 @@ def readings(text: str) -> tuple[Answer, ...]:
 
 
 def _read_with_signs(text: str) -> list[Answer]:
-    r"""The readings of a text in which each `\pm` stands for both signs."""
-    signs = SIGN.findall(text)
-    if not signs:
+    r"""The readings of a text in which each `\pm` stands for both signs: the list of what it says with each choice."""
+    upper = ["+" if sign == "pm" else "-" for sign in SIGN.findall(text)]
+    if not upper:
         return _read(text)
-    if len(signs) > MAX_SIGNS:
+    if len(upper) > MAX_SIGNS:
         return [Words(text)]
-    together = [["+" if (sign == "pm") == is_upper else "-" for sign in signs] for is_upper in (True, False)]
-    found: list[Answer] = [_with_signs(text, together)]
-    if len(signs) > 1 and "mp" not in signs:
-        found.append(_with_signs(text, [choice[::-1] for choice in product("-+", repeat=len(signs))]))
-    return found
+    choices = [[upper, ["-" if sign == "+" else "+" for sign in upper]]]  # all upper signs, or all lower ones
+    if len(upper) > 1 and "-" not in upper:
+        choices.append([*map(list, product("+-", repeat=len(upper)))])
+    return [Items("list", tuple(_first(_with_signs(text, signs)) for signs in each)) for each in choices]
 
 
-def _with_signs(text: str, choices: Sequence[Sequence[str]]) -> Items:
-    """The list of the answers that the text gives with each choice of signs."""
-    texts = []
-    for choice in choices:
-        signs = iter(choice)
-        texts.append(SIGN.sub(lambda _, signs=signs: f" {next(signs)} ", text))
-    return Items("list", tuple(map(_first, texts)))
+def _with_signs(text: str, signs: list[str]) -> str:
+    left = iter(signs)
+    return SIGN.sub(lambda _: f" {next(left)} ", text)
 
 
 def _first(text: str) -> Answer:
@@ -250,6 +255,8 @@ def _single(text: str) -> list[Answer]:
         return [bracket]
     if (match := MATRIX.fullmatch(text)) and match[1] != "vmatrix":
         rows = [split_at(row, re.compile("&"))[0] for row in split_at(trimmed(match[2]), re.compile(r"\\\\"))[0] if row]
+        if all(len(row) == 1 for row in rows):
+            return [Items("column", tuple(_first(cell) for (cell,) in rows))]
         return [Items("matrix", tuple(Items("row", tuple(map(_first, row))) for row in rows))]
     found: list[Answer] = [*_amounts(text), *_ratios(text)]
     return found or [Words(words(text), text)]
@@ -342,19 +349,23 @@ def _compound(text: str) -> Amount | None:
 
 def _clock(text: str) -> Clock | None:
     match = CLOCK.fullmatch(re.sub("[⟪⟫]", " ", text).replace("{:}", ":").strip())
-    if match is None:
+    if match is None or (match[3] and int(match[1]) > 12):
         return None
-    if match[3]:
-        hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
-        return Clock(60 * hour + int(match[2] or 0), True) if int(match[1]) <= 12 else None
-    hour = int(match[4])
-    return Clock(60 * hour + int(match[5]), hour > 12 or match[4].startswith("0"))
+    hours = {int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)} if match[3] else {int(match[4])}
+    if not match[3] and int(match[4]) <= 12 and not match[4].startswith("0"):
+        hours.add(int(match[4]) + 12)
+    return Clock(frozenset((60 * hour + int(match[2] or match[5] or 0)) % 1440 for hour in hours))
 
 
 def _ratios(text: str) -> list[Answer]:
+    """a : b as the fraction, a : b : c as the ratios to a."""
     terms, signs = split_at(text, COLON)
     nodes = read_expressions(terms) if signs and all(terms) else None
-    return [Ratio(tuple(nodes))] if nodes else []
+    if nodes is None:
+        return []
+    if len(nodes) == 2:
+        return [Amount(Node("over", tuple(nodes)))]
+    return [Items("ratio", tuple(Amount(Node("over", (each, nodes[0]))) for each in nodes[1:]))]
 
 
 # ---- sets and brackets
@@ -362,10 +373,8 @@ def _ratios(text: str) -> list[Answer]:
 
 def _sets(text: str) -> Region | None:
     """A named set, or one made of others."""
-    if kind := NAMED_SETS.get(words(text)):
-        return Region(kind)
-    if re.fullmatch(r"\\emptyset\s*|⦃\s*⦄", text):
-        return Region("points")
+    if named := NAMED_SETS.get(words(text)):
+        return named
     parts, signs = split_at(text, SETS)
     if not signs or not all(parts):
         return None
@@ -382,15 +391,16 @@ def as_region(answer: Answer) -> Region | None:
     """An interval or a finite set as a set of numbers."""
     if isinstance(answer, Region):
         return answer
-    if isinstance(answer, Items):
-        values = [each.value for each in answer.items if isinstance(each, Amount)]
-        if len(values) < len(answer.items):
-            return None
-        if answer.kind in ("set", "list"):
-            return Region("points", tuple(values))
-        if len(values) == 2 and answer.kind in ("()", "[]", "(]", "[)"):
-            return Region("interval", (*values, answer.kind))
-    return None
+    items = answer.items if isinstance(answer, Items) else ()
+    values = [each.value for each in items if isinstance(each, Amount)]
+    if not isinstance(answer, Items) or len(values) < len(items):
+        return None
+    if answer.kind in ("set", "list"):
+        return Region("union", tuple(Region("where", (POINT, "=", value)) for value in values))
+    if len(values) != 2 or answer.kind not in INTERVALS:
+        return None
+    low, high = (r"\le" if bracket in "[]" else "<" for bracket in answer.kind)
+    return Region("interval", (Region("where", (values[0], low, POINT)), Region("where", (POINT, high, values[1]))))
 
 
 def _bracketed(text: str) -> Answer | None:
@@ -423,6 +433,8 @@ def _related(sides: list[str], relations: list[str]) -> list[Answer]:
         if about or (relations[0] == r"\approx" and sides[0] and not is_name(sides[0])):
             sides = sides[: about + 1]  # what follows is only a rounded value
         sides = [side for side in sides if side]
+        if len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]):
+            sides = sides[::-1]  # 5 = x
         return [Equation(tuple(sides))] if len(sides) > 1 else _read(sides[0]) if sides else [Words("")]
     if r"\equiv" in relations or not all(sides):
         return [Words(words(" ".join(sides)))]

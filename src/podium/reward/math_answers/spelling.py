@@ -28,58 +28,40 @@ SIGNS = str.maketrans(
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
-WORD = r"(?![A-Za-z])"
 GAP = r"(?<!\\)\\(?:[,;:! ]|(?:thinspace|quad|qquad)(?![A-Za-z]))|~"
 THOUSANDS_MARK = rf"(?:\{{,\}}|,\\!|,\s*\\!|{GAP}| |')"
 GROUPED = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{THOUSANDS_MARK}[0-9]{{3}})+(?![0-9])")
 
-
-def _set_of_numbers(match: re.Match[str]) -> str:
-    return "ℝℤℕℚℂ"["RZNQC".index(match[1] or match[0][1])] + " "
-
-
-def _binomial(match: re.Match[str]) -> str:
-    return rf"\binom{{{match[1] or match[2]}}}{{{match[3] or match[4]}}}"
-
-
+COMMANDS = {  # in one spelling: all names of the command
+    "": "displaystyle textstyle limits nolimits large Large boldmath rm bf it boldsymbol bm mathbf mathit mathcal "
+        "mathsf mathnormal ensuremath",
+    " ": "checkmark square blacksquare quad qquad enspace noindent",
+    r"\frac": "dfrac tfrac cfrac xfrac", r"\binom": "dbinom tbinom", r"\emptyset ": "varnothing O",
+    r"\le ": "le leq leqq leqslant", r"\ge ": "ge geq geqq geqslant", r"\ne ": "ne neq neqq neqslant",
+    "<": "lt", ">": "gt", "|": "lvert rvert mid vert", "/": "div", "*": "ast star", ":": "colon ratio", "° ": "degree",
+    "⌊": "lfloor", "⌋": "rfloor", "⌈": "lceil", "⌉": "rceil", "⟨": "langle", "⟩": "rangle",
+    "⦃": "lbrace", "⦄": "rbrace", "...": "ldots dots cdots", " or ": "lor vee", " and ": "land wedge",
+    "ℝ ": "R", "ℤ ": "Z", "ℕ ": "N",
+}  # fmt: skip
+SPELLINGS = {name: spelling for spelling, names in COMMANDS.items() for name in names.split()}
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\\$", "¤USD "),
-        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tag|label|phantom|hspace|vspace)\*?\s*\{[^{}]*\}", " "),
-        (rf"\\(?:checkmark|square|blacksquare|quad|qquad|enspace|noindent){WORD}|✓|✅", " "),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tag|label|phantom|hspace|vspace)\*?\s*\{[^{}]*\}|✓|✅", " "),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?", ""),
-        (rf"\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|large|Large|boldmath){WORD}", ""),
-        (rf"\\(?:d|t|c|x)frac{WORD}", r"\\frac"),
-        (rf"\\[dt]binom{WORD}", r"\\binom"),
-        (rf"\\(le|ge|ne)(?:q|qslant|qq)?{WORD}|\\(le|ge)qslant{WORD}", lambda m: "\\" + (m[1] or m[2]) + " "),
+        (r"\\mathbb\s*\{?([RZNQC])\}?", lambda match: "ℝℤℕℚℂ"["RZNQC".index(match[1])] + " "),
+        (r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|°|º", "° "),
+        (r"\\([A-Za-z]+)", lambda match: SPELLINGS.get(match[1], match[0])),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"(?<![A-Za-z\\}])C_(?:\{([0-9]+)\}|([0-9]))\^(?:\{([0-9]+)\}|([0-9]))", _binomial),
-        (rf"\\lt{WORD}", "<"),
-        (rf"\\gt{WORD}", ">"),
+        (r"(?<![A-Za-z\\}])C_(?:\{([0-9]+)\}|([0-9]))\^(?:\{([0-9]+)\}|([0-9]))", r"\\binom{\1\2}{\3\4}"),
         (r"<=|=<", r"\\le "),
         (r">=", r"\\ge "),
         (r"!=", r"\\ne "),
-        (rf"\\varnothing{WORD}|\\O{WORD}", r"\\emptyset "),
-        (rf"\\(?:[lr]vert|mid|vert){WORD}", "|"),
-        (rf"\\lfloor{WORD}", "⌊"),
-        (rf"\\rfloor{WORD}", "⌋"),
-        (rf"\\lceil{WORD}", "⌈"),
-        (rf"\\rceil{WORD}", "⌉"),
-        (rf"\\langle{WORD}", "⟨"),
-        (rf"\\rangle{WORD}", "⟩"),
-        (rf"\\lbrace{WORD}|\\\{{", "⦃"),
-        (rf"\\rbrace{WORD}|\\\}}", "⦄"),
-        (rf"\\div{WORD}", "/"),
-        (rf"\\(?:ast|star){WORD}", "*"),
-        (rf"\\(?:ldots|dots|cdots){WORD}", "..."),
-        (rf"\\(?:colon|ratio){WORD}|\{{:\}}", ":"),
-        (rf"\\(?:lor|vee){WORD}", " or "),
-        (rf"\\(?:land|wedge){WORD}", " and "),
-        (rf"\^\s*\{{?\s*\\(?:circ|degree){WORD}\s*\}}?|°|º|\\degree{WORD}", "° "),
+        (r"\\\{", "⦃"),
+        (r"\\\}", "⦄"),
+        (r"\{:\}", ":"),
         (r"\\%|％", "%"),
-        (r"\\mathbb\s*\{?([RZNQC])\}?|\\(?:R|Z|N)(?![A-Za-z])", _set_of_numbers),
-        (rf"\\(?:boldsymbol|bm|mathbf|mathit|mathcal|mathsf|mathnormal|ensuremath){WORD}", ""),
         (r"(?<=[0-9A-Za-z)}])\*\*(?=[0-9A-Za-z({-])", "^"),
         (r"\*\*|__", " "),
         (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda m: "^{" + m[0].translate(SUPERSCRIPTS) + "}"),
@@ -88,7 +70,7 @@ REWRITES = [
         (r"\\sqrt\s*([0-9]+)", r"\\sqrt{\1}"),
         (r"\\\\\s*\[[^\]]*\]", r"\\\\ "),  # the height of a line in a matrix
     ]
-]  # fmt: skip
+]
 TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|texttt|textup|textnormal|mathrm|mbox|hbox|operatorname\*?|emph|underline)"
     r"\s*\{((?:[^{}⟪⟫]|\{[^{}⟪⟫]*\})*)\}"
@@ -163,17 +145,11 @@ def squeezed(text: str) -> str:
 
 def with_joined_groups(text: str) -> str:
     """1,234 as 1234, except in brackets, where commas separate items."""
-    parts, last = [], 0
-    for match in BARE_GROUPS.finditer(text):
-        before = text[: match.start()]
-        depth = sum(before.count(mark) for mark in "([⦃⟨") - sum(before.count(mark) for mark in ")]⦄⟩")
-        if depth <= 0:
-            parts += [text[last : match.start()], match[0].replace(",", "")]
-            last = match.end()
-    return "".join([*parts, text[last:]])
+    for match in reversed(_outside(text, BARE_GROUPS, "([⦃⟨", ")]⦄⟩")):
+        text = text[: match.start()] + match[0].replace(",", "") + text[match.end() :]
+    return text
 
 
-OPENING, CLOSING = "([{⦃⟨⌊⌈", ")]}⦄⟩⌋⌉"
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{[A-Za-z]+\*?\}")
 
 
@@ -185,7 +161,9 @@ def split_at(text: str, separators: re.Pattern[str]) -> tuple[list[str], list[st
     return parts, [match[0].strip() for match in places]
 
 
-def _outside(text: str, separators: re.Pattern[str]) -> list[re.Match[str]]:
+def _outside(
+    text: str, separators: re.Pattern[str], opening: str = "([{⦃⟨⌊⌈", closing: str = ")]}⦄⟩⌋⌉"
+) -> list[re.Match[str]]:
     """The separators outside of brackets."""
     depths, depth, at = [0] * (len(text) + 1), 0, 0
     while at < len(text):
@@ -196,11 +174,11 @@ def _outside(text: str, separators: re.Pattern[str]) -> list[re.Match[str]]:
             width = len(match[0])
         elif mark == "\\":
             width = 2
-        elif mark in OPENING:
+        elif mark in opening:
             depth += 1
-        elif mark in CLOSING:
+        elif mark in closing:
             depth -= 1
         for place in range(at, min(at + width, len(text))):
-            depths[place] = max(depth, 1) if mark in CLOSING or width > 2 else depth
+            depths[place] = max(depth, 1) if mark in closing or width > 2 else depth
         at += width
     return [match for match in separators.finditer(text) if depths[match.start()] == 0]

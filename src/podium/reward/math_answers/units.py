@@ -46,7 +46,7 @@ SIZES = {  # dimension: unit: (size, names)
     "celsius": {"1": "celsius"}, "fahrenheit": {"1": "fahrenheit"}, "kelvin": {"1": "kelvin"},
     "force": {"1": "newton"}, "energy": {"1": "joule j", "1000": "kj kilojoule"}, "power": {"1": "watt", "1000": "kw"},
     "potential": {"1": "volt"}, "current": {"1": "ampere amp"}, "frequency": {"1": "hz hertz"},
-    "percent": {"1": "% percent percentage"},
+    "percent": {"1/100": "% percent percentage"},
 }  # fmt: skip
 UNITS = {
     name: (dimension, Fraction(size))
@@ -90,7 +90,7 @@ class Unit:
 
 
 DEGREE = Unit(frozenset([("angle", 1)]))
-PERCENT = Unit(frozenset([("percent", 1)]))
+PERCENT = Unit(frozenset([("percent", 1)]), Fraction(1, 100))
 
 
 def currency(code: str) -> Unit:

@@ -11,21 +11,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import pairwise
-from math import ceil, comb, factorial, floor, gcd, isqrt, lcm
+from itertools import accumulate, pairwise
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm
 from typing import Any
 
 import mpmath
+from sympy import integer_nthroot
 
-from podium.reward.math_answers.expressions import Node, difference, number
+from podium.reward.math_answers.expressions import Node, number
 
 DIGITS = 50
 MAX_DIGITS = 3000
 ROUGH_DIGITS = 25
 LIMIT_DIGITS = 80
-MOST_TERMS = 512
+PARTIAL_SUMS = [8, 16, 32, 64, 128, 256, 512]
 MAX_BITS = 100_000
 MAX_ROUNDED_BITS = 10_000
+MAX_ROOT_BITS = 900
 LARGE_BITS = 80
 """Numbers with more bits than this in their integer part are computed with more digits."""
 MAX_WORK = 1_000_000
@@ -40,7 +42,8 @@ NEGATIVE_TRIALS = 2
 ROUNDED_PLACES = 6
 """A decimal with at least this many places may stand for a number that has no finite decimal."""
 CONSTANTS = {"pi", "e", "i", "infty"}
-BINDING = {"sum", "product", "integral", "limit"}
+BINDING = {"sum", "product", "integral", "limit", "let"}
+"""Kinds of nodes whose first part is a variable with a meaning in the last part only."""
 DISCRETE = {"sum", "product", "factorial", "binomial", "gcd", "lcm"}
 Value = Any  # a Fraction, or a number of mpmath
 
@@ -49,11 +52,12 @@ class NoValue(ArithmeticError):
     """The expression has no value, or its value costs too much."""
 
 
-class TooCostly(NoValue):
+class TooCostly(Exception):
     """The comparison has used up its budget."""
 
 
-ERRORS = (NoValue, ArithmeticError, ValueError, TypeError, KeyError, RecursionError)
+ERRORS = (ArithmeticError, ValueError, TypeError, KeyError, RecursionError)
+"""What computing a value may raise, in addition to `TooCostly`."""
 
 
 class Budget:
@@ -92,15 +96,9 @@ class Evaluator:
 
     def __call__(self, node: Node) -> Value:
         self.spend(1)
-        if node.kind in FUNCTIONS:
-            value = FUNCTIONS[node.kind](self, self.real(self(node.parts[0])))
-        elif node.kind in OPERATIONS:
-            value = OPERATIONS[node.kind](self, *map(self, node.parts))
-        elif method := getattr(self, f"_{node.kind}", None):
-            value = method(*node.parts)
-        else:
-            raise NoValue("not an operation")
-        return self.checked(value)
+        if node.kind in OPERATIONS:
+            return self.checked(OPERATIONS[node.kind](self, *map(self, node.parts)))
+        return self.checked(getattr(self, f"_{node.kind}")(*node.parts))
 
     def spend(self, work: float) -> None:
         self.budget.left -= work + 1
@@ -185,13 +183,13 @@ class Evaluator:
         return self.fold(operator.add, 0, self._terms(variable, low, high, body))
 
     def _endless_sum(self, variable: str, first: int, body: Node) -> Value:
-        """From partial sums of 8, 16, … 512 terms, whose errors in 1/n, 1/n², … are eliminated."""
-        with self.roughly(LIMIT_DIGITS) as mp:
-            total, sums = mp.mpf(0), []
-            for count in range(1, MOST_TERMS + 1):
-                total += self.real(self.bound(variable, Fraction(first + count - 1), body))
-                if count >= 8 and count & (count - 1) == 0:
-                    sums.append(total)
+        """From a few partial sums, whose errors in 1/n, 1/n², … are eliminated."""
+        with self.roughly(LIMIT_DIGITS):
+            terms = (
+                self.real(self.bound(variable, Fraction(first + place), body)) for place in range(PARTIAL_SUMS[-1])
+            )
+            totals = [*accumulate(terms)]
+            sums = [totals[count - 1] for count in PARTIAL_SUMS]
             if abs(sums[-1] - sums[-2]) > 1e-12 * max(1, abs(sums[-1])):
                 last = sums
                 for order in range(1, len(sums)):
@@ -226,16 +224,8 @@ class Evaluator:
             raise NoValue("no limit")
         return values[-1]
 
-    def _determinant(self, *cells: Node) -> Value:
-        size = isqrt(len(cells))
-        if size == 1:
-            return self(cells[0])
-        total = number(0)
-        for column, cell in enumerate(cells[:size]):
-            rest = [each for place, each in enumerate(cells) if place >= size and place % size != column]
-            term = Node("times", (cell, Node("determinant", tuple(rest))))
-            total = difference(total, term) if column % 2 else Node("add", (total, term))
-        return self(total)
+    def _let(self, variable: str, value: Node, body: Node) -> Value:
+        return self.bound(variable, self(value), body)
 
 
 # ---- operations on values
@@ -251,12 +241,12 @@ def _over(evaluator: Evaluator, one: Value, other: Value) -> Value:
 def _power(evaluator: Evaluator, base: Value, exponent: Value) -> Value:
     if base == 0 and isinstance(exponent, Fraction) and exponent < 0:
         raise NoValue("division by zero")
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator <= 64:
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             return _exact_power(base, int(exponent))
         evaluator.left_reals |= base < 0
         if (root := _exact_root(base, exponent.denominator)) is not None:
-            return _power(evaluator, root, Fraction(exponent.numerator))
+            return _exact_power(root, exponent.numerator)
     mp, base, exponent = evaluator.mp, evaluator.real(base), evaluator.real(exponent)
     if base == 0:
         return base
@@ -270,38 +260,38 @@ def _exact_power(base: Fraction, exponent: int) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(base) not in (0, 1) and bits * abs(exponent) > MAX_BITS:
         raise NoValue("too large")
-    return base**exponent if abs(base) != 1 else base ** (exponent % 2)
+    return base**exponent
 
 
 def _root(evaluator: Evaluator, value: Value, degree: Value) -> Value:
-    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree < 1000:
+    """The principal root; an odd root of a negative number is real."""
+    if not 0 < evaluator.integer(degree) < 1000:
         raise NoValue("a root of no degree")
-    if isinstance(value, Fraction) and (root := _exact_root(value, int(degree))) is not None:
-        return root
-    value = evaluator.real(value)
-    if evaluator.is_negative(value):
-        if degree % 2:
-            return -evaluator.mp.root(-value, int(degree))
-        evaluator.left_reals = True
-    return evaluator.mp.root(value, int(degree))
+    if degree % 2 and evaluator.is_negative(evaluator.real(value)):
+        return -_power(evaluator, -value, 1 / degree)
+    return _power(evaluator, value, 1 / degree)
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The root, if it is rational."""
-    if value < 0:
+    """The root, if it is rational and quickly found."""
+    if value < 0 or (degree > 2 and max(value.numerator, value.denominator).bit_length() > MAX_ROOT_BITS):
         return None
-    top, bottom = (_integer_root(part, degree) for part in (value.numerator, value.denominator))
-    return None if top is None or bottom is None else Fraction(top, bottom)
+    (top, is_exact), (bottom, too) = (integer_nthroot(part, degree) for part in (value.numerator, value.denominator))
+    return Fraction(top, bottom) if is_exact and too else None
 
 
-def _integer_root(value: int, degree: int) -> int | None:
-    if degree == 2:
-        root = isqrt(value)
-    elif value.bit_length() < 900:
-        root = round(value ** (1 / degree))
-    else:
-        return None
-    return root if root**degree == value else None
+def _determinant(evaluator: Evaluator, *cells: Value) -> Value:
+    """By the first row; the cells are given row by row."""
+    size = isqrt(len(cells))
+    if size == 1:
+        return cells[0]
+    rows = [cells[start : start + size] for start in range(size, len(cells), size)]
+    minors = [[cell for row in rows for cell in (*row[:column], *row[column + 1 :])] for column in range(size)]
+    terms = [
+        operator.mul(*evaluator.both((-1) ** column * cells[column], _determinant(evaluator, *minor)))
+        for column, minor in enumerate(minors)
+    ]
+    return evaluator.fold(operator.add, 0, terms)
 
 
 def _factorial(evaluator: Evaluator, value: Value) -> Value:
@@ -334,17 +324,14 @@ def _log(evaluator: Evaluator, value: Value, base: Value = None) -> Value:
     return _ln(evaluator, value) / (evaluator.mp.log(10) if base is None else _ln(evaluator, base))
 
 
-def _exponential(evaluator: Evaluator, value: Any) -> Any:
-    if abs(value) > MAX_ROUNDED_BITS:
-        raise NoValue("too large")
-    return evaluator.mp.exp(value)
+def _through(name: str, max_real: float = inf, max_size: float = inf) -> Callable[[Evaluator, Any], Any]:
+    """A function of mpmath: not real for real numbers above `max_real`, and too large for numbers above `max_size`."""
 
-
-def _through(name: str, max_size: float = float("inf")) -> Callable[[Evaluator, Any], Any]:
-    """A function of mpmath, whose values of real numbers above `max_size` are not real."""
-
-    def compute(evaluator: Evaluator, value: Any) -> Any:
-        evaluator.left_reals |= bool(evaluator.mp.im(value) == 0 and abs(value) > max_size)
+    def compute(evaluator: Evaluator, value: Value) -> Any:
+        value = evaluator.real(value)
+        if abs(value) > max_size:
+            raise NoValue("too large")
+        evaluator.left_reals |= bool(evaluator.mp.im(value) == 0 and abs(value) > max_real)
         return getattr(evaluator.mp, name)(value)
 
     return compute
@@ -368,6 +355,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "over": _over,
     "power": _power,
     "root": _root,
+    "determinant": _determinant,
     "absolute": lambda evaluator, value: abs(value),
     "floor": _whole(floor, "floor"),
     "ceiling": _whole(ceil, "ceil"),
@@ -381,18 +369,13 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "log": _log,
     "lg": _log,
     "ln": _ln,
+    "cis": lambda evaluator, value: evaluator.mp.expj(evaluator.real(value)),
+    "arctan": _through("atan"),
+    **{name: _through(name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "tanh", "coth")},
+    **{name: _through(name, max_size=MAX_ROUNDED_BITS) for name in ("exp", "sinh", "cosh")},
+    **{f"arc{name}": _through(f"a{name}", max_real=1) for name in ("sin", "cos", "cot")},
 }
 """Kind of node → its value, from the values of its parts."""
-FUNCTIONS: dict[str, Callable[[Evaluator, Any], Any]] = {
-    **{name: _through(name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "tanh", "coth")},
-    "sinh": lambda evaluator, value: (_exponential(evaluator, value) - _exponential(evaluator, -value)) / 2,
-    "cosh": lambda evaluator, value: (_exponential(evaluator, value) + _exponential(evaluator, -value)) / 2,
-    "exp": _exponential,
-    "cis": lambda evaluator, value: evaluator.mp.exp(evaluator.mp.mpc(0, 1) * value),
-    "arctan": _through("atan"),
-    **{f"arc{name}": _through(f"a{name}", 1) for name in ("sin", "cos", "cot")},
-}
-"""Functions of one number of mpmath."""
 
 
 # ---- comparisons
@@ -426,14 +409,6 @@ def _is_negative(node: Node) -> bool:
     return node.kind == "minus" or (node.kind == "group" and _is_negative(node.parts[0]))
 
 
-def points(*nodes: Node) -> Iterator[dict[str, Fraction]]:
-    """Values for the symbols of the expressions, one dict per point."""
-    names = sorted(frozenset[str]().union(*map(symbols, nodes)))
-    counted = frozenset[str]().union(*map(_counted, nodes))
-    for trial in range(TRIALS if names else 1):
-        yield {name: _pick(name, trial, name in counted) for name in names}
-
-
 def _pick(name: str, trial: int, is_integer: bool) -> Fraction:
     seed = zlib.crc32(f"{name} {trial}".encode())
     if is_integer:
@@ -453,8 +428,6 @@ def sample(point: dict[str, Fraction], *nodes: Node) -> Evaluator | None:
             if evaluator.largest <= LARGE_BITS or needed <= digits or needed > MAX_DIGITS or evaluator.is_rough:
                 break
             digits = -(-needed // 500) * 500
-    except TooCostly:
-        raise
     except ERRORS:
         return None
     if needed > MAX_DIGITS and not all(isinstance(value, Fraction) for value in evaluator.results):
@@ -467,7 +440,10 @@ def samples(*nodes: Node) -> Iterator[tuple[dict[str, Fraction], Evaluator]]:
 
     A point with negative values does not count if it leads to roots or logarithms of negative numbers.
     """
-    for point in points(*nodes):
+    names = sorted(frozenset[str]().union(*map(symbols, nodes)))
+    counted = frozenset[str]().union(*map(_counted, nodes))
+    for trial in range(TRIALS if names else 1):
+        point = {name: _pick(name, trial, name in counted) for name in names}
         taken = sample(point, *nodes)
         if taken is not None and not (taken.left_reals and any(value < 0 for value in point.values())):
             yield point, taken
@@ -525,7 +501,7 @@ def number_of(node: Node) -> Any:
     taken = sample({}, node) if is_constant(node) else None
     if taken is None:
         return None
-    value = Evaluator({}).real(taken.results[0])
+    value = taken.real(taken.results[0])
     return value.real if abs(value.imag) < 1e-30 else None
 
 
@@ -544,21 +520,13 @@ def same_equation(one: Node, other: Node, is_ordered: bool = False) -> bool:
 
 def solves(name: str, value: Node, equation: Node) -> bool:
     """Whether `name = value` makes the equation true everywhere, and the equation is linear in the name."""
+    if name in symbols(value):
+        return False
+    steps = [Node("add", (value, number(step))) for step in (0, 1, 2)]
     agreed = 0
-    for point in points(value, equation):
-        taken = sample(point, value)
-        if taken is None or taken.left_reals or name in symbols(value):
-            continue
-        right = taken.results[0]
-        try:
-            at = [Evaluator({**point, name: right + step}, taken.mp.dps)(equation) for step in (0, 1, 2)]
-        except TooCostly:
-            raise
-        except ERRORS:
-            continue
-        if any(isinstance(each, Fraction) is not isinstance(at[0], Fraction) for each in at):
-            continue
-        if not close(at[0], at[0] - at[0], taken) or not close(at[2], at[1] + at[1], taken) or abs(at[1]) < 1e-20:
+    for _, taken in samples(*(Node("let", (name, step, equation)) for step in steps)):
+        zero, one, two = taken.results
+        if not close(zero, Fraction(0), taken) or not close(two, one + one, taken) or abs(one) < 1e-20:
             return False
         agreed += 1
     return agreed >= 2
