@@ -64,7 +64,7 @@ ALLOWED = {
     "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
     "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.serve", "sync"},
-    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.start", "sync"},
+    "runtime.on_flyte": PLACED | RUN | {"observer", "report", "reward", "sync"},
     "settings.contracts": {"errors", "records"},
     "settings.lookup": {"errors", "records", "settings.contracts"},
     "settings.sections": {"errors", "loss", "settings.contracts", "settings.lookup"},

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -157,15 +158,15 @@ def test_prompts_that_are_sent_and_groups_that_come_back_are_events() -> None:
 
 
 def test_a_training_step_and_a_push_that_changes_the_engine_are_events() -> None:
-    log, held = Log(), [0]
-    observer = Observer(event=log, engine_version=lambda: held[0], channel="disk")
+    log, engine = Log(), SimpleNamespace(policy_version=0)
+    observer = Observer(event=log, engine=engine, channel="disk")
 
     async def train(_: object) -> UpdateResult:
         log("stage")
         return UpdateResult(True, 1, {})
 
     async def push(version: int) -> None:
-        held[0] = version
+        engine.policy_version = version
 
     async def run() -> None:
         await observer.training(train, [cast(Batch, None)] * 3)

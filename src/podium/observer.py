@@ -10,38 +10,105 @@ which order. An observer without arguments only measures time, which is enough f
 """
 
 import asyncio
+import os
+import signal
+import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from podium.errors import RunStopped
 from podium.records import Batch, Group, Prompt, UpdateResult
 
 T = TypeVar("T")
 
+GRACE_S = 30.0
+"""Seconds between a signal and the end of the process: what preemptible machines give, as Kubernetes and Slurm do."""
 POLL_S = 0.1
 """Longest wait for a group before the observer asks again whether the run should stop."""
 STAGES = {"eval": "evaluation"}
 """Laps that the watchdog names in full."""
 
 
+class StopSignal:
+    """SIGINT and SIGTERM ask the run to stop; the observer calls `requested`. After `GRACE_S` seconds, or at a second
+    signal, the process ends in any case."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _in_front: ClassVar["StopSignal | None"] = None
+    """The one of the main thread, which waits for a run in another thread."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._over = threading.Event()
+
+    @property
+    def number(self) -> int | None:
+        """The received signal; None if there was none."""
+        in_front = self._in_front or self
+        return in_front._number if self._number is None else self._number
+
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def __enter__(self) -> "StopSignal":
+        """Python allows signal handlers only in the main thread; in other threads the main thread's handlers count."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main}
+        StopSignal._in_front = self if is_main else self._in_front
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._in_front is self:
+            StopSignal._in_front = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._number is not None:
+            self._leave(number)
+        self._number = number
+        os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")
+        threading.Thread(target=self._wait_and_leave, args=(number,), name="grace", daemon=True).start()
+
+    def _wait_and_leave(self, number: int) -> None:
+        if not self._over.wait(GRACE_S):
+            os.write(2, f"podium: the {GRACE_S:g} s to stop are over; the checkpoints stay\n".encode())
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # the live table hides the cursor
+        os._exit(128 + number)
+
+
+class Versioned(Protocol):
+    """An engine, as the event log needs it."""
+
+    @property
+    def policy_version(self) -> int | None: ...
+
+
 class Observer:
-    """`stop_requested`: whether a signal asked the run to stop. `engine_version`: of the weights that the engine holds.
-    `channel`: the name of the sync channel, for the event log."""
+    """`stop_requested`: whether a signal asked the run to stop. `engine` and the name of its sync `channel` are for the
+    event log."""
 
     def __init__(
         self,
         *,
         event: Callable[..., None] = lambda kind, **details: None,
         stop_requested: Callable[[], bool] | None = None,
-        engine_version: Callable[[], int | None] = lambda: None,
+        engine: Versioned | None = None,
         channel: str = "",
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.event = event
-        self._stop_requested, self._engine_version, self._channel = stop_requested, engine_version, channel
+        self._stop_requested, self._engine, self._channel = stop_requested, engine, channel
         self._now = now
         self._may_break_off = False
         self.stage, self.moved_at = "start", now()
@@ -103,12 +170,15 @@ class Observer:
 
     async def pushing(self, work: Awaitable[None]) -> None:
         """Awaits a push of weights, which does nothing where the engine holds them already."""
-        before, started = self._engine_version(), self._now()
+        before, started = self._version(), self._now()
         await self.during("sync", work)
-        version = self._engine_version()
+        version = self._version()
         if version != before:
             seconds = self._now() - started
             self.event("pushed", policy_version=version, channel=self._channel, seconds=seconds)
+
+    def _version(self) -> int | None:
+        return None if self._engine is None else self._engine.policy_version
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since they were taken last, and what they say of the two sides."""

@@ -67,7 +67,7 @@ class HeldOut:
     rollout: StartRollouts
     reward: RewardStage
     prompts: Sequence[Prompt]
-    is_over: Callable[[RunState], bool]
+    is_over: Callable[[RunState], object]
     every: int
     tell: Callable[[EvalReport], None]
     pass_at: Sequence[int] = ()

@@ -1,7 +1,7 @@
 """From `[checkpoint]` to the checkpoint stage, and what may change when a run is resumed.
 
 In: the settings, the run folder and the trainer. Out: `FolderCheckpoint`. Here are also the weights that a run starts
-from, the room that checkpoints need on the disk, and `on_checkpoint`.
+from, and the room that checkpoints need on the disk.
 
 Every setting belongs to one of three classes. free: it is the same run, longer or reported differently. warn: it is the
 same run, but no longer bit for bit what it would have been. refuse: it would be another run; `--allow-change KEY`
@@ -10,13 +10,10 @@ here on, and the error shows both rates.
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -71,20 +68,6 @@ LENGTHS = ("run.steps", "run.epochs")
 """Settings that determine the length over which a learning rate decays."""
 OTHER_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
 """Keys of an adapter_config.json that scale an adapter otherwise than by alpha / r."""
-COMMAND_S = 600.0
-"""Seconds that `checkpoint.on_checkpoint` may take."""
-GUARDED = """
-exec 3<&0
-/bin/sh -c "$1" </dev/null 3<&- &
-command=$!
-(read -r line <&3; kill -KILL 0) &
-guard=$!
-wait $command
-code=$?
-kill -KILL $guard
-exit $code
-"""
-"""A shell that runs a command while a second shell waits for the end of its input, then kills the process group."""
 
 
 class StateBytes(Protocol):
@@ -109,21 +92,15 @@ def build_checkpoint(
     step: int | None,
     base_digest: str | None,
     begin: Callable[[], None],
-    store: Callable[[Path], None] = lambda place: None,
-    restored: Callable[[RunState, Path | None], None] = lambda state, place: None,
+    store: Callable[[Path], None] | None,
+    restored: Callable[[RunState, Path | None], None],
 ) -> FolderCheckpoint:
-    """`step`, `base_digest`, `begin` and `restored` are as in `FolderCheckpoint`; `store` copies a new checkpoint to
-    another place."""
+    """`step` and everything after it are as in `FolderCheckpoint`."""
     if settings.run.sync_every == 0:
         begin()  # the engine is given these weights before a checkpoint is restored
 
     def accept(text: str, step: int) -> None:
         _accept_settings(Settings.from_dict(of_first_version(tomllib.loads(text))), settings, folder, step)
-
-    def committed(place: Path, step: int) -> None:
-        store(place)
-        if settings.checkpoint.on_checkpoint is not None:
-            _run_command(settings.checkpoint.on_checkpoint, folder, place, step)
 
     return FolderCheckpoint(
         folder,
@@ -138,29 +115,9 @@ def build_checkpoint(
         begin=begin,
         accept=accept,
         restored=restored,
-        committed=committed,
+        store=store,
+        command=settings.checkpoint.on_checkpoint,
     )
-
-
-def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
-    """A command that fails cannot stop the run: there is a warning and an event."""
-    environment = {"PODIUM_RUN": str(folder.path), "PODIUM_CHECKPOINT": str(place), "PODIUM_STEP": str(step)}
-    with subprocess.Popen(
-        ["/bin/sh", "-c", GUARDED, "sh", command],
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,  # never written to: it ends when this process does, however that ends
-        start_new_session=True,
-    ) as process:
-        try:
-            code = process.wait(timeout=COMMAND_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            code = None
-    folder.event("on_checkpoint", step=step, exit_code=code)
-    if code != 0:
-        ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
-        warn(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
 
 
 # What may change on a resume

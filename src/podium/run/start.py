@@ -8,18 +8,13 @@ once; only what was not committed yet is lost.
 import asyncio
 import errno
 import gc
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
@@ -29,6 +24,7 @@ from podium.engine.build import cpu_team, fitted, hand_over, make_engine
 from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.model.load import load_policy
+from podium.observer import StopSignal
 from podium.records import Group, RunState
 from podium.report.build import is_zero_gradient
 from podium.reward.build import build_scoring, check_rewards
@@ -48,60 +44,6 @@ UNTRAINED = 3
 MAX_RESTARTS = 20
 """Resumes in a row that ended before a checkpoint, after which a resume is refused: the cause will not go away."""
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
-GRACE_S = 30.0
-"""Seconds between a signal and the end of the process: what preemptible machines give, as Kubernetes and Slurm do."""
-
-
-class StopSignal:
-    """Context manager; the loop calls `requested`. After `GRACE_S` seconds the process ends in any case."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    _in_front: ClassVar["StopSignal | None"] = None
-    """The one of the main thread, which waits for a run in another thread."""
-
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._over = threading.Event()
-
-    @property
-    def number(self) -> int | None:
-        """The received signal; None if there was none."""
-        in_front = self._in_front or self
-        return in_front._number if self._number is None else self._number
-
-    def requested(self) -> bool:
-        return self.number is not None
-
-    def __enter__(self) -> "StopSignal":
-        """Python allows signal handlers only in the main thread; in other threads the main thread's handlers count."""
-        is_main = threading.current_thread() is threading.main_thread()
-        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main}
-        StopSignal._in_front = self if is_main else self._in_front
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._in_front is self:
-            StopSignal._in_front = None
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self._number is not None:
-            self._leave(number)
-        self._number = number
-        os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")
-        threading.Thread(target=self._wait_and_leave, args=(number,), name="grace", daemon=True).start()
-
-    def _wait_and_leave(self, number: int) -> None:
-        if not self._over.wait(GRACE_S):
-            os.write(2, f"podium: the {GRACE_S:g} s to stop are over; the checkpoints stay\n".encode())
-            self._leave(number)
-
-    def _leave(self, number: int) -> None:
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # the live table hides the cursor
-        os._exit(128 + number)
 
 
 @dataclass(frozen=True)

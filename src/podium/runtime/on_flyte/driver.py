@@ -24,6 +24,7 @@ from typing import Any
 
 import podium
 from podium.errors import CheckpointError, InputError
+from podium.observer import StopSignal
 from podium.run.checkpoint import list_checkpoints, step_of
 from podium.run.folder import OUTSIDE, RunFolder
 from podium.runtime import on_flyte as where
@@ -155,8 +156,6 @@ def _kept(folder: Path, files: list[Path]) -> Dir:
 
 def run_locally(job: dict[str, Any]) -> dict[str, Any]:
     """The user's command in local mode; returns the run's summary."""
-    from podium.run.start import StopSignal  # which imports this runtime
-
     settings = Settings.from_dict(job["settings"])
     folder = RunFolder(Path(job["folder"] or settings.run.folder or ""))
     raw = folder.outside / "raw"

@@ -60,7 +60,7 @@ class Placed:
     """Gives the trainer the weights that a new run starts from."""
     restored: Callable[[RunState, Path | None], None] = lambda state, place: None
     """Called with the state that the run begins with, and its checkpoint."""
-    store: Callable[[Path], None] = lambda place: None
+    store: Callable[[Path], None] | None = None
     """Copies each new checkpoint to where the next attempt finds it."""
     page: type[Page] | None = None
     """A page of the runtime's own, in place of the report `page`."""
@@ -116,7 +116,7 @@ def wire(
     observer = Observer(
         event=folder.event,
         stop_requested=stop_requested,
-        engine_version=lambda: placed.engine.policy_version,
+        engine=placed.engine,
         channel=type(placed.sync).__name__.lower(),
     )
     stages = Stages(
@@ -145,7 +145,7 @@ def wire(
             placed.rollout("eval"),
             placed.scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
-            lambda state: data.end(state) is not None,
+            data.end,
             settings.eval.every,
             reports.evaluated,
             settings.eval.ks,
