@@ -54,9 +54,9 @@ ALLOWED = {
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
-    "run.folder": {"errors", "remote.files"},
+    "run.folder": {"errors", "records", "remote.files"},
     "run.watchdog": {"errors", "observer", "run.folder"},
-    "evaluation": {"errors", "records", "report", "stages", "terminal"},
+    "evaluation": {"errors", "records", "run.folder", "stages", "terminal"},
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
     "runtime.ranks": BELOW_STAGES | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},

@@ -134,7 +134,7 @@ class Observer:
         self._lap_began = self._looked = self._now()
         self._laps: dict[str, float] = defaultdict(float)
         self._engine_in_lap = 0.0
-        self._engine: dict[str, float] = defaultdict(float)
+        self._engine_s: dict[str, float] = defaultdict(float)
         """Seconds in which the engine was at work, by the lap in which they fell."""
 
     def start_window(self) -> None:
@@ -145,7 +145,7 @@ class Observer:
         """The lap since the previous one was of this stage."""
         self._look()
         self._laps[stage] += self._looked - self._lap_began
-        self._engine[stage] += self._engine_in_lap
+        self._engine_s[stage] += self._engine_in_lap
         self._lap_began, self._engine_in_lap = self._looked, 0.0
 
     async def during(self, stage: str, work: Awaitable[T]) -> T:
@@ -182,8 +182,8 @@ class Observer:
 
     def take(self) -> dict[str, float]:
         """Seconds by stage since they were taken last, and what they say of the two sides."""
-        laps, engine = self._laps, self._engine
-        self._laps, self._engine = defaultdict(float), defaultdict(float)
+        laps, engine = self._laps, self._engine_s
+        self._laps, self._engine_s = defaultdict(float), defaultdict(float)
         at_work = sum(engine.values())
         sides = {
             "trainer_waits": laps.get("rollout", 0.0),

@@ -16,7 +16,7 @@ import numpy as np
 
 from podium.errors import InputError
 from podium.records import EvalReport, Group, Prompt, RunState
-from podium.report.jsonl import judged
+from podium.run.folder import judged
 from podium.stages import RewardStage, StartRollouts
 from podium.terminal import aligned
 

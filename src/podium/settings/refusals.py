@@ -41,6 +41,8 @@ def of_sections(s: "Settings") -> Iterator[str]:
         )
     if not s.data:
         yield "data: at least one [[data]] table is needed"
+    if any(choice.name == "jsonl" for choice in s.report):
+        yield "report 'jsonl' has no effect: it is always written; remove its table"
     yield from _of_model(s)
     yield from _of_sampling(s)
 

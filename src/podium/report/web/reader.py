@@ -19,8 +19,7 @@ from typing import Any
 import orjson
 
 from podium.remote.files import open_regular, read_regular
-from podium.report.jsonl import read_pieces
-from podium.run.folder import RunFolder
+from podium.run.folder import RunFolder, read_pieces
 
 LAPS = ("report", "sync", "eval", "checkpoint", "rollout", "pack", "train")
 """Stages in the order in which they follow each other from one step's report to the next. Together they are the wall

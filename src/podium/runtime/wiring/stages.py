@@ -23,7 +23,7 @@ from podium.reward.build import check_rewards
 from podium.reward.scoring.stage import Scoring
 from podium.run.build import build_checkpoint, check_start
 from podium.run.checkpoint import SavedTrainer
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, piece_decoder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.settings.tables import Settings
@@ -108,11 +108,10 @@ def wire(
     console_mode: str | None,
 ) -> Wired:
     """`step` names the checkpoint to continue from."""
-    ledger, plan, data, held_out = Ledger(folder), placed.data.plan, placed.data.train, placed.data.held_out
+    ledger = Ledger(folder, piece_decoder(placed.tokenizer))
+    plan, data, held_out = placed.data.plan, placed.data.train, placed.data.held_out
     tokens = placed.memory.max_tokens_per_batch
-    reports = build_reports(
-        settings, folder, ledger, console_mode, placed.tokenizer, plan.steps, tokens, placed.data.notes, placed.page
-    )
+    reports = build_reports(settings, folder, ledger, console_mode, plan.steps, tokens, placed.data.notes, placed.page)
     observer = Observer(
         event=folder.event,
         stop_requested=stop_requested,
