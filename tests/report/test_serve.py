@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from podium.errors import InputError
-from podium.report.web.reader import flattened
 from podium.report.web.serve import Server, find_runs, report_server
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, flattened
 from tests.report.runs import add_step, make_run
 
 Serve = Callable[[Path], int]
@@ -152,3 +151,5 @@ def test_settings_are_flattened_by_dots_and_numbers() -> None:
         "reward.1.name": "b",
         "trainer.betas": [0.9, 0.99],
     }
+    assert flattened({"data": [{"remap": {}}]}) == {"data.0.remap": {}}
+    assert flattened({}) == {}

@@ -34,7 +34,7 @@ from podium.run.checkpoint import (
     read_tensors,
     step_of,
 )
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, flattened
 from podium.settings.refusals import of_first_version
 from podium.settings.tables import Settings
 from podium.terminal import warn
@@ -148,7 +148,7 @@ def class_of(key: str) -> str | None:
 
 def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every setting that differs; None for a missing value."""
-    old, new = dict(_flat(before.to_dict())), dict(_flat(after.to_dict()))
+    old, new = flattened(before.to_dict()), flattened(after.to_dict())
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
 
@@ -221,17 +221,6 @@ def _is_allowed(key: str, allowed: Collection[str]) -> bool:
     """Whether `allowed` names the key, a table around it, or the choice whose option it is."""
     section = key.partition(".")[0]
     return any(key == name or key.startswith(f"{name}.") or name == f"{section}.name" for name in allowed)
-
-
-def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested tables by dotted key; an empty table counts as a leaf."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping) or not value:
-        yield ".".join(path), value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, (*path, str(key)))
 
 
 # The weights that a run starts from

@@ -199,10 +199,7 @@ class RunFolder:
             self._write_restarts(before["total"], 0)
 
     def _read_restarts(self) -> dict[str, int]:
-        try:
-            return json.loads(read_regular(self._restarts))
-        except (OSError, ValueError):
-            return {"total": 0, "in_a_row": 0}
+        return {"total": 0, "in_a_row": 0} | _read_json(self._restarts)
 
     def _write_restarts(self, total: int, in_a_row: int) -> None:
         write_atomically(self._restarts, json.dumps({"total": total, "in_a_row": in_a_row}))
@@ -212,11 +209,7 @@ class RunFolder:
     @property
     def status(self) -> dict[str, Any]:
         """The contents of status.json; empty if there is none."""
-        try:
-            status = json.loads(read_regular(self._status))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        return _read_json(self._status)
 
     @property
     def state(self) -> str:
@@ -266,6 +259,15 @@ class RunFolder:
         """Removes the leftovers."""
         for leftover in self.leftovers():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a small file; empty if there is none, or it cannot be read."""
+    try:
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Ledger:
@@ -498,6 +500,17 @@ def _json_line(value: Mapping[str, Any]) -> bytes:
     for mark in LINE_ENDS:
         line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
     return line
+
+
+def flattened(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys: {"run": {"seed": 0}} becomes {"run.seed": 0}. Tables in a list are numbered; an
+    empty table is a value."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or (key and not value):
+        return {key: value}
+    inner = (flattened(each, f"{key}.{name}".strip(".")) for name, each in value.items())
+    return dict(chain.from_iterable(found.items() for found in inner))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -260,15 +260,6 @@ def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def flattened(tables: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys: {"run": {"seed": 0}} becomes {"run.seed": 0}. Tables in a list are numbered."""
-    if isinstance(tables, list) and tables and all(isinstance(each, dict) for each in tables):
-        tables = {str(number): each for number, each in enumerate(tables)}
-    if not isinstance(tables, dict):
-        return {prefix.removesuffix("."): tables}
-    return {key: value for name, each in tables.items() for key, value in flattened(each, f"{prefix}{name}.").items()}
-
-
 class Series:
     """The metrics of a run by step, one column per metric. A point of a long run has the mean, the minimum and the
     maximum of its steps, so that no spike is lost."""
