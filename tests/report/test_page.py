@@ -146,8 +146,8 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     tables = small_tables(tmp_path / "run", steps=6) | {"report": [{"name": "page"}]}
     tables["reward"] = [{"name": "tests.killing:mortal"}]
     (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
-    # 16 calls a step: the process is killed in the fourth, after the commit of the second
-    environment = os.environ | {"KILL_AT_REWARD_CALL": "60"}
+    # 16 calls a step: the process is killed in the sixth. The commit of the fourth had to wait for that of the second.
+    environment = os.environ | {"KILL_AT_REWARD_CALL": "92"}
     killed = podium(
         "train",
         str(tmp_path / "settings.toml"),
@@ -157,7 +157,7 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = data_of(tmp_path / "run")
-    assert before["series"]["steps"] == [1, 2, 3]
+    assert before["series"]["steps"] == [1, 2, 3, 4, 5]
     assert before["card"]["title"] == "run: grpo on embedded"
     resume(Settings.from_dict(tables), RunFolder(tmp_path / "run"))
     after = data_of(tmp_path / "run")

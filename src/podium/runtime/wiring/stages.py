@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podium.advantage.build import build_advantages
-from podium.data.build import ReadSource, RunData, read_sources
+from podium.data.build import RunData, Source, read_sources
 from podium.evaluation import HeldOut
 from podium.filter import build_filter
 from podium.observer import Observer
@@ -91,7 +91,7 @@ class Wired:
                 last_first.callback(close)
 
 
-def read_rows(settings: Settings) -> tuple[list[ReadSource], list[ReadSource]]:
+def read_rows(settings: Settings) -> tuple[list[Source], list[Source]]:
     """The training rows and the held-out rows, after all checks that need no model."""
     check_rewards(settings)
     check_start(settings)
