@@ -12,7 +12,7 @@ from typing import Any
 
 from podium import __version__
 from podium.errors import InputError, PodiumError
-from podium.terminal import say, warn
+from podium.untrusted import say, warn
 
 DEFAULT_ROWS = 200
 Argument = tuple[str, dict[str, Any]]

@@ -18,7 +18,7 @@ from podium.errors import InputError
 from podium.records import EvalReport, Group, Prompt, RunState
 from podium.run.folder import judged
 from podium.stages import RewardStage, StartRollouts
-from podium.terminal import aligned
+from podium.untrusted import aligned
 
 Z = 1.959963984540054
 """The normal distribution's 97.5 % point."""

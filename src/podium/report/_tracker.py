@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from podium.records import EvalReport, StepReport
 from podium.run.folder import RunFolder
-from podium.terminal import warn
+from podium.untrusted import warn
 
 MAX_WAITING = 1000
 MAX_FAILURES = 5

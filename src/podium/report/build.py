@@ -23,7 +23,7 @@ from podium.settings.lookup import find
 from podium.settings.sections import Choice
 from podium.settings.tables import Settings
 from podium.stages import Report
-from podium.terminal import warn
+from podium.untrusted import warn
 
 FIRST_WARNING = 3
 """Steps in a row without an update before the first warning; each further warning waits for twice as many."""

@@ -37,8 +37,8 @@ from podium.run.checkpoint import (
 from podium.run.folder import Ledger, RunFolder, flattened
 from podium.settings.refusals import of_first_version
 from podium.settings.tables import Settings
-from podium.terminal import warn
 from podium.trainer._optimizer import rate_at
+from podium.untrusted import warn
 
 CLASS_TABLE = """
 free    run.steps run.epochs

@@ -33,9 +33,8 @@ from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError, InputError
 from podium.records import RunState
-from podium.remote.files import open_regular, read_regular
 from podium.run.folder import Ledger, RunFolder
-from podium.terminal import warn
+from podium.untrusted import open_regular, read_regular, warn
 
 FORMAT = 2
 """2 added the settings and the number of restarts; 1 had neither."""

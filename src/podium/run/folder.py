@@ -28,7 +28,7 @@ import orjson
 
 from podium.errors import CheckpointError, InputError, StorageError
 from podium.records import EvalReport, Group, StepReport
-from podium.remote.files import open_regular, read_regular
+from podium.untrusted import open_regular, read_regular
 
 OUTSIDE = "flyte"
 """May exist in the folder before the run starts: the store of a runtime that starts the run."""

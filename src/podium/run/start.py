@@ -36,7 +36,7 @@ from podium.runtime.wiring.stages import Placed, Wired, wire
 from podium.settings.contracts import user_code
 from podium.settings.lookup import find
 from podium.settings.tables import Settings
-from podium.terminal import warn
+from podium.untrusted import warn
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 UNTRAINED = 3

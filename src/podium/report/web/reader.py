@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
-from podium.remote.files import open_regular, read_regular
 from podium.run.folder import RunFolder, read_pieces
+from podium.untrusted import open_regular, read_regular
 
 LAPS = ("report", "sync", "eval", "checkpoint", "rollout", "pack", "train")
 """Stages in the order in which they follow each other from one step's report to the next. Together they are the wall

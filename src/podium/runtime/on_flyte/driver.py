@@ -32,7 +32,7 @@ from podium.runtime.on_flyte import Dir, errors, flyte, quietly, storage
 from podium.runtime.on_flyte.tasks import as_podium_error, fetch_model, final_if_named, stored
 from podium.runtime.ranks.launch import run_job
 from podium.settings.tables import CHOICES, Settings
-from podium.terminal import warn
+from podium.untrusted import warn
 
 LEFT_OUT = {"lock", "checkpoints", "final", "weights", "stacks.txt", OUTSIDE}
 """Entries of a run folder that are not stored as history; of the checkpoints the newest is stored."""
