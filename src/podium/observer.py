@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, suppress
 from types import FrameType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -120,6 +120,17 @@ class Observer:
         self.num_writing = 0
         """Prompts whose rollouts are being written."""
         self.start_laps()
+
+    async def run(
+        self, loop: Awaitable[T], commit_last: Callable[[], Awaitable[T]], guard: AbstractContextManager[None]
+    ) -> T:
+        """Awaits the loop inside `guard`. If a stop request breaks sampling off, the run ends with `commit_last`, the
+        commit of the last complete window."""
+        with guard:
+            try:
+                return await loop
+            except RunStopped:
+                return await commit_last()
 
     def stop_requested(self) -> bool:
         """Whether the run should end at the next safe point."""

@@ -21,7 +21,7 @@ from podium import loop, loop_async
 from podium.check.calibrate import choose_engine, without_auto
 from podium.data.build import build_data, left_out, read_sources
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
-from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
+from podium.errors import CheckpointError, CrashLoopError, InputError, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.model.load import load_policy
 from podium.observer import StopSignal
@@ -223,22 +223,14 @@ def _back_off(folder: RunFolder) -> None:
     time.sleep(min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2**in_a_row) if in_a_row > 1 else 0)
 
 
-async def _until_stopped(wired: Wired) -> RunState:
-    """Runs the loop. If a signal stops it during sampling, it ends with the last complete step."""
-    schedule = loop_async if wired.plan.max_lag else loop
-    with wired.watchdog.guarding():
-        try:
-            return await schedule.train(wired.stages, wired.plan)
-        except RunStopped:
-            return await wired.stages.checkpoint.commit_last()
-
-
 def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     """Runs the loop; however it ends, writes the status and releases the lock."""
     try:
         started = time.monotonic()
+        stages, schedule = wired.stages, loop_async if wired.plan.max_lag else loop
+        training = schedule.train(stages, wired.plan)
         with _old_objects_left_alone():
-            state = asyncio.run(_until_stopped(wired))
+            state = asyncio.run(stages.observer.run(training, stages.checkpoint.commit_last, wired.watchdog.guarding()))
         folder.note_progress()
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
         nothing = f"nothing was trained: {summary.untrained}" if summary.untrained else ""
