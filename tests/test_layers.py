@@ -52,7 +52,7 @@ ALLOWED = {
     "remote.pool": {"errors"},
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
-    "run.checkpoint": {"errors", "records", "run.folder", "untrusted"},
+    "run.checkpoint": {"errors", "records", "run.folder", "stages", "untrusted"},
     "run.folder": {"errors", "records", "untrusted"},
     "run.watchdog": {"errors", "observer", "run.folder"},
     "evaluation": {"errors", "records", "run.folder", "stages", "untrusted"},

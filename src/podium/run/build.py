@@ -28,7 +28,6 @@ from podium.model.load import Policy
 from podium.records import RunState
 from podium.run.checkpoint import (
     FolderCheckpoint,
-    SavedTrainer,
     list_checkpoints,
     newest_checkpoint,
     read_tensors,
@@ -37,6 +36,7 @@ from podium.run.checkpoint import (
 from podium.run.folder import Ledger, RunFolder, flattened
 from podium.settings.refusals import of_first_version
 from podium.settings.tables import Settings
+from podium.stages import SavedTrainer
 from podium.trainer._optimizer import rate_at
 from podium.untrusted import warn
 

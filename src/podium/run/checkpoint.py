@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from podium.errors import CheckpointError, InputError
 from podium.records import RunState
 from podium.run.folder import Ledger, RunFolder
+from podium.stages import SavedTrainer
 from podium.untrusted import open_regular, read_regular, warn
 
 FORMAT = 2
@@ -55,16 +56,6 @@ exit $code
 """A shell that runs a command while a second shell waits for the end of its input, then kills the process group."""
 _memcmp = ctypes.CDLL(None).memcmp  # more than twice as fast as torch.equal, and a NaN equals itself
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-class SavedTrainer(Protocol):
-    """What a checkpoint needs of a trainer."""
-
-    def state(self) -> Mapping[str, torch.Tensor]: ...
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
-    def save_model(self, folder: str) -> None: ...
 
 
 def _nothing(*_: Any) -> None:

@@ -22,12 +22,11 @@ from podium.report.page import Page
 from podium.reward.build import check_rewards
 from podium.reward.scoring.stage import Scoring
 from podium.run.build import build_checkpoint, check_start
-from podium.run.checkpoint import SavedTrainer
 from podium.run.folder import Ledger, RunFolder, piece_decoder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.settings.tables import Settings
-from podium.stages import Stages, StartRollouts, Sync
+from podium.stages import SavedTrainer, Stages, StartRollouts, Sync
 
 
 class PlacedEngine(Protocol):
