@@ -1,7 +1,7 @@
 """The loops report to one object what they do. It serves timing, the event log, the watchdog and stop requests.
 
     loop ──► during("train", …), end("pack")   laps: the seconds of each stage add up to the wall time of a step
-         ──► writing(groups, prompts)          the engine works while a group is missing; a stop request breaks it off
+         ──► writing(groups, prompts)          the engine works until the last group; a stop request breaks this off
          ──► scored(groups)                    which prompts still wait for their rewards
 
 The events are lines of events.jsonl: `sampling` (prompts were sent), `group` (one came back whole), `training` and
@@ -116,9 +116,9 @@ class Observer:
         self.unwritten: set[int] = set()
         """Ordinals of the prompts whose rollouts are missing."""
         self.unscored: set[int] = set()
-        """Ordinals of the prompts whose rollouts are there and whose rewards are missing."""
+        """Ordinals of the prompts that have rollouts and no rewards yet."""
         self.num_writing = 0
-        """Prompts whose rollouts are being written."""
+        """Prompts being generated."""
         self.start_laps()
 
     async def run(
@@ -192,7 +192,7 @@ class Observer:
         return None if self._engine is None else self._engine.policy_version
 
     def take(self) -> dict[str, float]:
-        """Seconds by stage since they were taken last, and what they say of the two sides."""
+        """Seconds by stage since the last call, and how long trainer and engine worked and waited."""
         laps, engine = self._laps, self._engine_s
         self._laps, self._engine_s = defaultdict(float), defaultdict(float)
         at_work = sum(engine.values())
@@ -205,15 +205,15 @@ class Observer:
         return {**laps, **sides}
 
     def writing(self, groups: AsyncIterator[Group], prompts: Sequence[Prompt]) -> AsyncIterator[Group]:
-        """The same groups; from now on the engine writes those of `prompts`.
+        """The same groups. From this call on, the engine is counted as generating the rollouts of `prompts`.
 
-        Raises `RunStopped` where a stop request breaks sampling off.
+        Raises `RunStopped` if a stop request breaks sampling off.
         """
         self._change(len(prompts))
         return self._as_they_come(groups, prompts)
 
     async def scored(self, groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
-        """The same groups, whose rewards are known. A group is unscored until it is passed on, after those before."""
+        """The same groups, whose rewards are known. A group counts as unscored until it is passed on."""
         async for group in groups:
             self.unscored.discard(group.prompt.ordinal)
             self.moved_at = self._now()
@@ -234,7 +234,7 @@ class Observer:
             self._change(-missing)
 
     def _note(self, group: Group) -> None:
-        """A group came back; one without rollouts is a prompt that the engine failed at in every try."""
+        """A group came back. If it has no rollouts, every attempt of the engine at this prompt failed."""
         ordinal = group.prompt.ordinal
         if group.rollouts:
             newest = max(rollout.policy_version_max for rollout in group.rollouts)
@@ -251,7 +251,7 @@ class Observer:
                 yield group
 
     async def _next(self, groups: Any) -> Group | None:
-        """The next group; asked for in a task of its own, which is cancelled where nobody waits for it any more."""
+        """The next group. A task of its own asks for it, and is cancelled when nothing waits for the group any more."""
         coming = asyncio.ensure_future(anext(groups, None))
         try:
             while not coming.done():

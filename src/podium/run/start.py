@@ -64,7 +64,7 @@ class Summary:
     """Held-out accuracy at the last evaluation."""
     skipped_steps: int
     dropped_groups: int
-    """Prompts on which an engine failed in every try."""
+    """Prompts on which every attempt of the engine failed."""
     restarts: int
     """How often the run was resumed."""
     folder: str

@@ -1,8 +1,8 @@
 """A run is one TOML file; dotted flags override it.
 
-Sections whose `name` chooses a file (data, rollout, engine, reward, advantage, loss, trainer, sync, report, runtime)
-take that file's options beside it; `resolve` checks them against its signature. Every key lives in one place, and a
-key that nothing reads is an error.
+In sections whose `name` chooses a file (data, rollout, engine, reward, advantage, loss, trainer, sync, report, runtime)
+the other keys are that file's options; `resolve` checks them against its signature. Every key lives in one place, and
+a key that nothing reads is an error.
 """
 
 import re

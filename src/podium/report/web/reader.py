@@ -13,6 +13,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import NoneType
 from typing import Any
 
@@ -308,17 +309,13 @@ class Series:
         """`steps`, `stride` (steps per point) and `columns`: name → `mean`, and `low` and `high` if stride > 1."""
         stride = -(-len(self.steps) // max_points) or 1
         places = range(0, len(self.steps), stride)
+        kinds = {"mean": fmean} if stride == 1 else {"mean": fmean, "low": min, "high": max}
         columns: dict[str, dict[str, list[float | None]]] = {}
         for name in self._columns:
             values = self.column(name)
-            if stride == 1:
-                columns[name] = {"mean": [None if value is None else short(value) for value in values]}
-                continue
             buckets = [[v for v in values[place : place + stride] if v is not None] for place in places]
             columns[name] = {
-                "mean": [short(math.fsum(bucket) / len(bucket)) if bucket else None for bucket in buckets],
-                "low": [short(min(bucket)) if bucket else None for bucket in buckets],
-                "high": [short(max(bucket)) if bucket else None for bucket in buckets],
+                kind: [short(of(bucket)) if bucket else None for bucket in buckets] for kind, of in kinds.items()
             }
         ends = [self.steps[min(place + stride, len(self.steps)) - 1] for place in places]
         return {"steps": ends, "stride": stride, "columns": columns}
