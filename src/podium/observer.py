@@ -1,4 +1,5 @@
-"""The loops report to one object what they do. It serves timing, the event log, the watchdog and stop requests.
+"""The loops report to one object what they do. It serves timing, the event log, the watchdog and stop requests, which
+are signals (`StopSignal`).
 
     loop ──► during("train", …), end("pack")   laps: the seconds of each stage add up to the wall time of a step
          ──► writing(groups, prompts)          the engine works until the last group; a stop request breaks this off

@@ -20,9 +20,9 @@ def build_advantages(settings: Settings) -> Callable[[Sequence[Group]], list[Gro
     stage = partial(assign_advantages, function=function)
     if not is_users(name):
         return stage
-    named = user_code("advantage.name", name)
-    named(check_advantages)(function, [0.0, 1.0, 0.5])  # now: the first group with signal may come much later
-    return named(stage)
+    with user_code("advantage.name", name):  # checked now: the first group with signal may come much later
+        check_advantages(function, [0.0, 1.0, 0.5])
+    return user_code("advantage.name", name)(stage)
 
 
 def assign_advantages(groups: Sequence[Group], function: AdvantageFunction) -> list[Group]:
