@@ -245,11 +245,7 @@ class RunFolder:
 
     def events_of(self, kind: str) -> Iterator[dict[str, Any]]:
         """The events of one kind; a line that a kill truncated is skipped."""
-        for line in self.events.read_text().splitlines() if self.events.exists() else ():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if event["event"] == kind:
-                    yield event
+        yield from (event for event in read_lines(self.events) if event is not None and event.get("event") == kind)
 
     def leftovers(self) -> list[Path]:
         """What a killed process left: unfinished files, and weights published for its engine."""
@@ -264,10 +260,9 @@ class RunFolder:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a small file; empty if there is none, or it cannot be read."""
     try:
-        value = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
+        return parsed(read_regular(path)) or {}
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 class Ledger:
@@ -464,16 +459,30 @@ def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
 def read_pieces(path: Path) -> dict[int, str]:
     """Token texts by id. Lines that are truncated or have another format are skipped."""
     pieces: dict[int, str] = {}
-    try:
-        lines = read_regular(path).splitlines()
-    except OSError:
-        return pieces
-    for line in lines:
-        try:
-            pieces |= {int(i): str(text) for i, text in json.loads(line).items()} if line else {}
-        except (ValueError, AttributeError, RecursionError):
-            continue
+    for line in read_lines(path):
+        with suppress(ValueError):
+            pieces |= {int(i): str(text) for i, text in (line or {}).items()}
     return pieces
+
+
+def read_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The objects in a file of JSON lines; None for a line that cannot be read. Empty without a file that can be."""
+    try:
+        return [parsed(raw) for raw in read_regular(path).splitlines()]
+    except OSError:
+        return []
+
+
+def parsed(raw: bytes) -> dict[str, Any] | None:
+    """None for a line that a kill truncated. NaN and infinities, which JSON does not have, become null."""
+    # orjson is fast; Python's parser accepts more.
+    for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):
+        try:
+            line = parse(raw)
+        except (ValueError, RecursionError):
+            continue
+        return line if isinstance(line, dict) else None
+    return None
 
 
 def piece_decoder(tokenizer: Any) -> Callable[[int], str]:

@@ -17,9 +17,7 @@ from statistics import fmean
 from types import NoneType
 from typing import Any
 
-import orjson
-
-from podium.run.folder import RunFolder, read_pieces
+from podium.run.folder import RunFolder, parsed, read_lines, read_pieces
 from podium.untrusted import open_regular, read_regular
 
 LAPS = ("report", "sync", "eval", "checkpoint", "rollout", "pack", "train")
@@ -94,7 +92,7 @@ class GrowingFile:
         self._offset += len(whole)
         self._tail = whole[-200:] or (b"" if is_new else self._tail)
         raws = whole.splitlines()
-        lines = [line for raw in raws if (line := _parsed(raw)) is not None]
+        lines = [line for raw in raws if (line := parsed(raw)) is not None]
         self.passed_over = len(raws) - len(lines)
         return lines, is_new
 
@@ -198,11 +196,8 @@ class RunReader:
 
     def _lines_of(self, step: int) -> list[dict[str, Any]]:
         path = self.folder.rollouts / f"step-{step:06d}.jsonl"
-        try:
-            lines = [_parsed(raw) or {} for raw in read_regular(path).splitlines()]
-        except OSError:
-            return []
-        whole = [line for line in lines if is_whole(line)]
+        lines = read_lines(path)
+        whole = [line for line in lines if line is not None and is_whole(line)]
         self.unreadable[f"rollouts/{path.name}"] = len(lines) - len(whole)
         return whole
 
@@ -221,18 +216,6 @@ def _fits(line: dict[str, Any], kinds: dict[str, Any]) -> bool:
         for key, value in line.items()
         if key in kinds
     )
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill truncated. NaN and infinities, which JSON does not have, become null."""
-    # orjson is fast; Python's parser accepts more.
-    for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):
-        try:
-            line = parse(raw)
-        except (ValueError, RecursionError):
-            continue
-        return line if isinstance(line, dict) else None
-    return None
 
 
 def run_card(tables: Mapping[str, Any], folder: Path, steps: int) -> dict[str, Any]:
