@@ -474,7 +474,8 @@ def read_lines(path: Path) -> list[dict[str, Any] | None]:
 
 
 def parsed(raw: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill truncated. NaN and infinities, which JSON does not have, become null."""
+    """The object in a JSON text; None if there is none, as in a line that a kill truncated. NaN and infinities, which
+    JSON does not have, become null."""
     # orjson is fast; Python's parser accepts more.
     for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):
         try:
