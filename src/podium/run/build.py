@@ -11,7 +11,6 @@ here on, and the error shows both rates.
 
 import json
 import shutil
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,6 @@ from podium.run.checkpoint import (
     step_of,
 )
 from podium.run.folder import Ledger, RunFolder, flattened
-from podium.settings.refusals import of_first_version
 from podium.settings.tables import Settings
 from podium.stages import SavedTrainer
 from podium.trainer._optimizer import rate_at
@@ -100,7 +98,7 @@ def build_checkpoint(
         begin()  # the engine is given these weights before a checkpoint is restored
 
     def accept(text: str, step: int) -> None:
-        _accept_settings(Settings.from_dict(of_first_version(tomllib.loads(text))), settings, folder, step)
+        _accept_settings(Settings.stored(text), settings, folder, step)
 
     return FolderCheckpoint(
         folder,

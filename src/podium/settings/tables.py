@@ -76,6 +76,11 @@ class Settings(Section):
         except ValidationError as error:
             raise InputError(_with_choices(cls, error)) from None
 
+    @classmethod
+    def stored(cls, text: str) -> "Settings":
+        """The same from the settings that a run or a checkpoint stored, which may be of the first version."""
+        return cls.from_dict(of_first_version(tomllib.loads(text)))
+
     @model_validator(mode="before")
     @classmethod
     def _names_filled_in(cls, tables: Any) -> Any:
