@@ -8,7 +8,6 @@ their ordinal and are skipped. At the end: what `podium check` shows of the data
 """
 
 import hashlib
-import io
 import json
 import random
 from collections import Counter
@@ -19,10 +18,6 @@ from itertools import accumulate, islice
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from podium.errors import InputError
 from podium.model.chat import opens_thinking, render
 from podium.model.load import Policy, Reader
@@ -31,10 +26,10 @@ from podium.settings.contracts import user_code
 from podium.settings.lookup import find
 from podium.settings.sections import DataSource
 from podium.settings.tables import Settings
+from podium.untrusted import aligned
 
 SHOWN_PROMPTS = 3
 SHOWN_CHARACTERS = 400
-WIDTH = 116
 
 
 @dataclass(frozen=True)
@@ -354,15 +349,14 @@ def build_data(settings: Settings, sources: Sequence[Source], reader: Policy | R
 
 def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
     """`section` is the name of the tables in the settings."""
-    heads = ["source", "rows", "kept", "dropped", "epoch", "prompt tokens", "rewards"]
-    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = [("source", "rows", "kept", "dropped", "epoch", "prompt tokens", "rewards")]
     shown: list[str] = []
     for number, (source, limit, pool, rows) in enumerate(
         zip(data.sources, data.limits, data.pools, data.ranges, strict=True)
     ):
         kept = [index for index in rows if data.is_kept[index]]
         lengths = [data.all_lengths[index] for index in kept]
-        table.add_row(
+        row = (
             f"{section}[{number}] {source.table.name}",
             str(len(source.rows) + source.num_beyond_max_rows),
             str(len(kept)),
@@ -371,15 +365,15 @@ def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
             f"{min(lengths)} to {max(lengths)}, median {median(lengths):.0f}" if lengths else "",
             _rewards([tuple(data.rows[index].reward) for index in kept]),
         )
+        table.append(row)
         for index in kept[:SHOWN_PROMPTS]:
             prompt = data.prompt_of_row(index, index)
             text = _shortened(repr(tokenizer.decode(prompt.token_ids)))
             shown.append(
                 f"{section}[{number}] row {index - rows.start + 1}: {text} → {_shortened(repr(prompt.answer))}"
             )
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(table)
-    return [*map(str.rstrip, text.getvalue().splitlines()), "as the policy sees them:", *shown]
+    head, *lines = aligned(table).splitlines()
+    return [head, "─" * max(map(len, [head, *lines])), *lines, "as the policy sees them:", *shown]
 
 
 def left_out(data: OrderedData, section: str) -> list[str]:
