@@ -129,11 +129,10 @@ def _packed(groups: list[Any]) -> Any:
 
 def _report(folder: Path, step: Any) -> None:
     from podium.records import RunState, StepReport
-    from podium.report.jsonl import Jsonl
     from podium.run.folder import Ledger, RunFolder
 
     ordinals = tuple(group.prompt.ordinal for group in step.drawn)
-    Jsonl(Ledger(RunFolder(folder))).write(StepReport(RunState(step=1), {}, step.drawn, ordinals))
+    Ledger(RunFolder(folder)).write(StepReport(RunState(step=1), {}, step.drawn, ordinals))
 
 
 def _route_s() -> float:

@@ -492,10 +492,11 @@ def podium_prompts(tokenizer: Any, work: Workload, num_steps: int, system: str =
     from podium.data.arithmetic import arithmetic
     from podium.data.build import OrderedData, Source
     from podium.records import Plan, RunState
+    from podium.settings.sections import DataSource
 
     rows = arithmetic(operations="+")
     plan = Plan(num_steps, work.prompts_per_step, GROUP_SIZE)
-    data = OrderedData(rows, [Source("arithmetic", len(rows), 4096)], tokenizer, plan, SEED, system)
+    data = OrderedData([Source(DataSource(), rows)], tokenizer, plan, SEED, 4096, system)
     return data.draw(RunState(), num_steps * work.prompts_per_step)
 
 

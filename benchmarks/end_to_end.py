@@ -441,10 +441,12 @@ def podium_prompts(tokenizer: Any, work: Work) -> list[Any]:
     from podium.data.arithmetic import arithmetic
     from podium.data.build import OrderedData, Source
     from podium.records import Plan, RunState
+    from podium.settings.sections import DataSource
 
     rows = arithmetic()
     plan = Plan(work.num_steps, work.prompts, GROUP_SIZE)
-    data = OrderedData(rows, [Source("rows", len(rows), tokenizer.model_max_length)], tokenizer, plan, SEED)
+    source = Source(DataSource(name="rows"), rows)
+    data = OrderedData([source], tokenizer, plan, SEED, fits=tokenizer.model_max_length)
     return data.draw(RunState(), work.num_steps * work.prompts)
 
 

@@ -13,10 +13,10 @@ import torch
 
 from podium.errors import CheckpointError, WeightsError
 from podium.model.handoff import read_manifest
-from podium.remote.files import open_regular, read_regular
 from podium.report.web.reader import RunReader
 from podium.run.checkpoint import newest_checkpoint, write_checkpoint
 from podium.run.folder import RunFolder
+from podium.untrusted import open_regular, read_regular
 
 
 def put_socket(path: Path) -> None:

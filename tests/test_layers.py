@@ -10,7 +10,7 @@ import pytest
 import podium
 
 ROOT = Path(podium.__file__).parent
-BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
+BELOW_STAGES = {"errors", "records", "remote.codec", "stages", "model", "untrusted"}
 FORKED = {"remote.fork_server", "remote.fork_server_process"}
 POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
@@ -21,14 +21,14 @@ PLACED = BELOW_STAGES | SETTINGS | BUILT | {"run.build", "run.folder", "runtime.
 """What a runtime makes its stages with."""
 ALLOWED = {
     "errors": set(),
-    "terminal": set(),
+    "untrusted": set(),
     "records": set(),
     "observer": {"errors", "records"},
     "stages": {"observer", "records"},
     "loop": {"errors", "observer", "records", "stages"},
     "flights": {"records", "stages"},
     "loop_async": {"flights", "loop", "records", "stages"},
-    "model": {"errors", "records", "remote.files"},
+    "model": {"errors", "records", "untrusted"},
     "data": BELOW_STAGES,
     "rollout": BELOW_STAGES | {"settings.contracts"},
     "engine": BELOW_STAGES | POOL | {"remote.fork_server", "settings.lookup"},  # a pool finds engines by their names
@@ -40,23 +40,22 @@ ALLOWED = {
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
     "server": BELOW_STAGES | {"remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
-    "report": {"errors", "records", "remote.files", "run.folder", "stages", "terminal"},
+    "report": {"errors", "records", "run.folder", "stages", "untrusted"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
-    "report.build": {"errors", "records", "report", "run.folder", "stages", "terminal", *SETTINGS},
+    "report.build": {"errors", "records", "report", "run.folder", "stages", "untrusted", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export", "server"},
     "remote.codec": {"errors", "records"},
-    "remote.files": set(),
     "remote.engine_pool": {"errors", "model", "records", "stages", *POOL},
-    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "terminal"},
+    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "untrusted"},
     "remote.fork_server_process": set(),
     "remote.loop_thread": {"errors"},
     "remote.pool": {"errors"},
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
-    "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
-    "run.folder": {"errors", "remote.files"},
+    "run.checkpoint": {"errors", "records", "run.folder", "stages", "untrusted"},
+    "run.folder": {"errors", "records", "untrusted"},
     "run.watchdog": {"errors", "observer", "run.folder"},
-    "evaluation": {"errors", "records", "report", "stages", "terminal"},
+    "evaluation": {"errors", "records", "run.folder", "stages", "untrusted"},
     "runtime.wiring": PLACED | STAGES | RUN | {"evaluation", "observer", "remote.fork_server", "run.watchdog"},
     # torchrun starts a rank in runtime/ranks, and the rank then runs the whole command.
     "runtime.ranks": BELOW_STAGES | {"remote.rollouts", "run.folder", "run.start", "runtime.local", "settings.tables"},
@@ -64,7 +63,7 @@ ALLOWED = {
     "runtime.ray": PLACED | {"runtime.on_ray"},
     "runtime.flyte": PLACED | {"runtime.on_flyte"},
     "runtime.on_ray": PLACED | POOL | {"engine", "reward", "server", "server.serve", "sync"},
-    "runtime.on_flyte": PLACED | RUN | {"report", "reward", "run.start", "sync"},
+    "runtime.on_flyte": PLACED | RUN | {"observer", "report", "reward", "sync"},
     "settings.contracts": {"errors", "records"},
     "settings.lookup": {"errors", "records", "settings.contracts"},
     "settings.sections": {"errors", "loss", "settings.contracts", "settings.lookup"},

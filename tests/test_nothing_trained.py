@@ -13,6 +13,7 @@ from podium.records import Plan, Row, StepGroups, UpdateResult
 from podium.report.build import FIRST_WARNING, IdleSteps, is_zero_gradient, why_idle
 from podium.run.folder import RunFolder
 from podium.run.start import UNTRAINED, evaluate, resume, train
+from podium.settings.sections import DataSource
 from podium.settings.tables import Model, Settings
 from tests.builders import make_group, make_rollout
 from tests.commands import podium
@@ -162,9 +163,9 @@ def test_rows_that_are_too_long_are_told_by_train_resume_and_eval(
 
 def test_each_source_is_told_with_its_own_limit() -> None:
     policy = load_policy(Model.model_validate({"device": "cpu"}), seed=0)
-    some = [Row(({"role": "user", "content": "x" * length},), "1") for length in (5, 50, 5, 60)]
-    sources = [Source("a", 2, 20), Source("b", 2, 70)]
-    data = OrderedData(some, sources, policy.tokenizer, Plan(1, 1, 2), 0)
+    some = [Row.from_text("x" * length) for length in (5, 50)]
+    sources = [Source(DataSource(name=name, max_prompt_tokens=limit), some) for name, limit in (("a", 20), ("b", 70))]
+    data = OrderedData(sources, policy.tokenizer, Plan(1, 1, 2), 0, fits=100)
     [note] = left_out(data, "data")
     assert note.startswith("data[0] (a): 1 of 2 rows are left out, their prompts have more than 20 tokens")
 

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -71,6 +73,20 @@ def test_the_engine_is_at_work_from_the_sending_of_the_prompts_to_the_last_group
     assert (taken["rollout"], taken["train"], taken["sync"]) == (1.0, 6.0, 8.0)
     assert (taken["engine"], taken["engine_waits"]) == (11.0, 4.0)
     assert taken["overlapped"] == 2.0
+
+
+def test_a_loop_that_is_broken_off_ends_with_the_commit_of_the_last_window() -> None:
+    async def broken_off() -> str:
+        raise RunStopped
+
+    async def whole() -> str:
+        return "finished"
+
+    async def commit_last() -> str:
+        return "committed"
+
+    for loop, end in ((broken_off, "committed"), (whole, "finished")):
+        assert asyncio.run(Observer().run(loop(), commit_last, nullcontext())) == end
 
 
 def test_groups_that_never_came_are_not_written_for_ever() -> None:
@@ -157,15 +173,15 @@ def test_prompts_that_are_sent_and_groups_that_come_back_are_events() -> None:
 
 
 def test_a_training_step_and_a_push_that_changes_the_engine_are_events() -> None:
-    log, held = Log(), [0]
-    observer = Observer(event=log, engine_version=lambda: held[0], channel="disk")
+    log, engine = Log(), SimpleNamespace(policy_version=0)
+    observer = Observer(event=log, engine=engine, channel="disk")
 
     async def train(_: object) -> UpdateResult:
         log("stage")
         return UpdateResult(True, 1, {})
 
     async def push(version: int) -> None:
-        held[0] = version
+        engine.policy_version = version
 
     async def run() -> None:
         await observer.training(train, [cast(Batch, None)] * 3)

@@ -162,6 +162,7 @@ TOP = (
             "run.stepz is not a setting; valid here: epochs, folder, in_flight, max_lag, prompts_per_step, "
             "rollouts_per_prompt, seed, steps, sync_every",
         ),
+        ({"report": [{"name": "jsonl"}]}, "report 'jsonl' has no effect: it is always written; remove its table"),
         ({"model": {"lora": {"rank": 8}}}, "model.lora.rank is not a setting; valid here: alpha, r, targets"),
         (
             {"eval": {"evry": 1}},

@@ -20,7 +20,7 @@ from podium.records import Prompt, Rollout
 from podium.report.console import Console
 from podium.reward.isolation.workers import MAX_FILE_BYTES
 from podium.settings.tables import Settings
-from podium.terminal import printable, say, warn
+from podium.untrusted import printable, say, warn
 from tests.conftest import small_tables
 
 ROOT = Path(podium.__file__).parent
@@ -55,7 +55,7 @@ def test_both_ways_to_print_escape(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_prints_by_itself(path: Path) -> None:
-    if path == ROOT / "terminal.py":
+    if path == ROOT / "untrusted.py":
         return
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]

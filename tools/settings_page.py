@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from podium.settings.lookup import STAGES, choices, find, option_fields, option_help
-from podium.settings.sections import SECTIONS, Section
+from podium.settings.sections import SECTIONS
 from podium.settings.tables import Settings
 
 HEAD = """# Settings
@@ -67,7 +67,7 @@ def _section(name: str) -> str:
         parts += [f"`name` is one of {', '.join(f'`{each}`' for each in choices(name))}, or `file.py:object`.", ""]
     if section := SECTIONS.get(name):
         rows = [(key, section.model_fields[key].annotation, *rest) for key, *rest in section.key_help()]
-        parts += [TABLE, *(_row(*row) for row in rows if issubclass(section, Section) or row[0] != "name"), ""]
+        parts += [TABLE, *(_row(*row) for row in rows), ""]
     if name in STAGES:
         parts += [line for choice in choices(name) for line in _choice(name, choice)]
     return "\n".join(parts)

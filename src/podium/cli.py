@@ -12,7 +12,7 @@ from typing import Any
 
 from podium import __version__
 from podium.errors import InputError, PodiumError
-from podium.terminal import say, warn
+from podium.untrusted import say, warn
 
 DEFAULT_ROWS = 200
 Argument = tuple[str, dict[str, Any]]
@@ -90,15 +90,12 @@ def _committed_settings(checkpoint: Path) -> Any:
 
     None if they cannot be read: the restore reports what is wrong.
     """
-    import tomllib
-
     from podium.run.checkpoint import read_settings
-    from podium.settings.refusals import of_first_version
     from podium.settings.tables import Settings
 
     try:
         text = read_settings(checkpoint)
-        return Settings.from_dict(of_first_version(tomllib.loads(text))) if text is not None else None
+        return Settings.stored(text) if text is not None else None
     except (OSError, ValueError, InputError):
         return None
 

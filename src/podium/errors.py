@@ -1,5 +1,5 @@
-"""Every failure that Podium names. `InputError` is the user's to mend (exit code 2); the others stop a run that has
-gone wrong (exit code 1) instead of letting it go on in silence."""
+"""Every failure that Podium names. The user can correct an `InputError` (exit code 2). The others stop a run that has
+gone wrong (exit code 1), so that no error passes in silence."""
 
 
 def first_line(error: BaseException) -> str:
@@ -52,7 +52,7 @@ class TrainerLostError(PodiumError):
 
 
 class ProvisionError(PodiumError):
-    """Processes or machines that a run needs could not be had; every one of them is listed."""
+    """Processes or machines that a run needs are not available; the message lists all of them."""
 
 
 class StalledError(PodiumError):
@@ -97,15 +97,15 @@ class NoProgressError(PodiumError):
 
 
 class CrashLoopError(PodiumError):
-    """The run was taken up again too often without getting on."""
+    """The run was resumed too often without making progress."""
 
 
 class StorageError(PodiumError):
-    """The disk is full, broken or not to be written to."""
+    """The disk is full, broken or read-only, or the run folder is gone."""
 
 
 class RunStopped(BaseException):
-    """A signal asked for the end while rollouts were written: what they would have trained is given up.
+    """A signal asked the run to stop while rollouts were generated; these rollouts are dropped.
 
-    No error, so that nothing that handles errors keeps it.
+    It is not an `Exception`, so that no error handler catches it.
     """

@@ -44,7 +44,7 @@ class Plan:
     sync_every: int = 1
     """Steps per policy window; 0 never syncs."""
     max_skipped_steps: int = 50
-    """Steps without an update in a row after which the run is given up."""
+    """Steps in a row without an update after which the run stops with an error."""
     epochs: int | None = None
     """Passes over the data after which the run ends early; None has no limit."""
     max_refills: int = 0
@@ -280,7 +280,7 @@ class Group:
     scoring_s: Finite = 0.0
     """Seconds from submission to reward, including queueing."""
     num_retries: int = 0
-    """Most times that one of its rollouts was asked for again because an answer could not be right."""
+    """How often a rollout was requested again because its answer could not be right: the largest count of the group."""
     num_pauses: int = 0
     """Times that an engine paused one of its rollouts for lack of memory, all rollouts together."""
 
@@ -406,7 +406,7 @@ class PolicyLoss:
     """What a loss file returns: the policy term of each token, before correction, KL and average."""
 
     per_token: torch.Tensor
-    """`[T]` with gradient; what stands outside the loss mask does not count."""
+    """`[T]` with gradient; values outside the loss mask do not count."""
     ratio: torch.Tensor
     """`[T]`, the probability ratio that the loss is built on, detached."""
     clipped_low: torch.Tensor
@@ -469,7 +469,7 @@ class RunState:
     """Steps without an update: nothing had signal, or the gradient was not finite."""
     num_skipped_in_a_row: int = 0
     num_dropped_groups: int = 0
-    """Prompts that an engine failed at in every try."""
+    """Prompts on which every attempt of the engine failed."""
     retired: tuple[int, ...] = ()
     """Rows that are not drawn again, by index, sorted."""
     pending: tuple[int, ...] = ()

@@ -144,7 +144,21 @@ class Loss(Protocol):
         ...
 
 
-class Trainer(Protocol):
+class SavedTrainer(Protocol):
+    """What a checkpoint needs of a trainer."""
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Weights, optimizer and random state: all that an exact continuation needs."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+    def save_model(self, folder: str) -> None:
+        """Writes what a user takes away: an adapter folder or a model folder."""
+        ...
+
+
+class Trainer(SavedTrainer, Protocol):
     """Stage 7. Owns the policy and its optimizer; the loss is handed to it."""
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
@@ -159,18 +173,8 @@ class Trainer(Protocol):
         """What an engine must take over: the adapter under LoRA, else every parameter."""
         ...
 
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Weights, optimizer and random state: all that an exact continuation needs."""
-        ...
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The weights of a state, for a run that starts from another's."""
-        ...
-
-    def save_model(self, folder: str) -> None:
-        """Writes what a user takes away: an adapter folder or a model folder."""
         ...
 
 

@@ -74,7 +74,7 @@ def test_r6_when_the_grace_time_is_over_the_process_ends_as_it_is(server: ChaosJ
     finish = server.start(
         {
             "arguments": ["train", long_run(tmp_path / "run", trainer=slow)],
-            "constants": {"podium.run.start:GRACE_S": 1.0},
+            "constants": {"podium.observer:GRACE_S": 1.0},
         }
     )
     wait_until(lambda: "fault: trains for ever" in server.log)
@@ -106,7 +106,7 @@ def test_r6_a_second_signal_ends_it_at_once(server: ChaosJobs, tmp_path: Path) -
     finish = server.start(
         {
             "arguments": ["train", long_run(tmp_path / "run", trainer=slow)],
-            "constants": {"podium.run.start:GRACE_S": 600.0},
+            "constants": {"podium.observer:GRACE_S": 600.0},
         }
     )
     wait_until(lambda: "fault: trains for ever" in server.log)

@@ -11,19 +11,18 @@ from podium.errors import InputError
 from podium.records import Plan, Row, RunState
 from podium.settings.tables import Settings
 from tests.builders import make_group
-from tests.data.test_order import CharacterTokenizer
+from tests.data.test_order import CharacterTokenizer, make_source
 
 
-def make_data(*sources: Source, seed: int = 0, long: Sequence[str] = (), **plan: Any) -> OrderedData:
-    """Source "a" has the rows a0, a1, …; those in `long` are too long."""
-    texts = [f"{source.name}{n}" for source in sources for n in range(source.num_rows)]
-    rows = [Row.from_text(f"{text} is too long" if text in long else text, source=text[0]) for text in texts]
+def make_data(*sources: Source, seed: int = 0, **plan: Any) -> OrderedData:
     numbers = {"steps": 1000, "prompts_per_step": 1, "rollouts_per_prompt": 2} | plan
-    return OrderedData(rows, sources, CharacterTokenizer(), Plan(**numbers), seed)
+    return OrderedData(sources, CharacterTokenizer(), Plan(**numbers), seed, fits=5)
 
 
-def source(name: str, num_rows: int, **share: Any) -> Source:
-    return Source(name, num_rows, max_prompt_tokens=5, **share)
+def source(name: str, num_rows: int, long: Sequence[int] = (), **share: Any) -> Source:
+    """Source "a" has the rows a0, a1, …; those in `long` are too long."""
+    texts = [f"{name}{n}{' is too long' if n in long else ''}" for n in range(num_rows)]
+    return make_source([Row.from_text(text, source=name) for text in texts], name, **share)
 
 
 def drawn(data: OrderedData, count: int, start: int = 0) -> list[str]:
@@ -48,10 +47,10 @@ def test_weights_are_shares_of_the_drawn_prompts() -> None:
 
 def test_weights_count_prompts_that_are_kept() -> None:
     # a keeps 2 of 8, b all 4: 6 prompts a pass, half of them each
-    data = make_data(source("a", 8, weight=0.5), source("b", 4, weight=0.5), long=[f"a{n}" for n in range(6)])
+    data = make_data(source("a", 8, range(6), weight=0.5), source("b", 4, weight=0.5))
     assert by_source(drawn(data, 6)) == {"a": 3, "b": 3}
     assert data.num_steps == 1000
-    assert make_data(source("a", 8, weight=1), source("b", 4, weight=1), long=["a0"], epochs=2).num_steps == 2 * 11
+    assert make_data(source("a", 8, [0], weight=1), source("b", 4, weight=1), epochs=2).num_steps == 2 * 11
 
 
 @pytest.mark.parametrize(
@@ -102,12 +101,12 @@ def test_more_than_all_repeats_rows() -> None:
 
 
 def test_rows_are_chosen_among_those_that_are_not_too_long() -> None:
-    data = make_data(source("a", 4, rows=2), long=["a0", "a3"], epochs=1)
+    data = make_data(source("a", 4, [0, 3], rows=2), epochs=1)
     assert sorted(drawn(data, 99)) == ["a1", "a2"]
 
 
 def test_a_source_with_rows_stands_beside_one_that_is_taken_whole() -> None:
-    data = make_data(source("a", 10, rows=2), source("b", 3), long=["b1"], epochs=1)
+    data = make_data(source("a", 10, rows=2), source("b", 3, [1]), epochs=1)
     assert by_source(drawn(data, 99)) == {"a": 2, "b": 2}
     assert data.num_steps == 4
 
@@ -160,7 +159,7 @@ def test_rows_that_are_never_drawn_do_not_keep_a_run_going() -> None:
         ([source("a", 1), source("b", 0, rows=0.5)], "data[1].rows = 0.5: b has no row that is not too long"),
         (
             [source("a", 1, weight=1), source("b", 0, weight=2)],
-            "data[1].weight = 2: b has no row that is not too long",
+            "data[1].weight = 2.0: b has no row that is not too long",
         ),
     ],
 )

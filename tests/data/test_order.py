@@ -8,6 +8,7 @@ import pytest
 from podium.data.build import OrderedData, Source
 from podium.errors import InputError
 from podium.records import Group, Plan, Prompt, Row, RunState
+from podium.settings.sections import DataSource
 from tests.builders import make_group
 
 
@@ -23,13 +24,21 @@ class CharacterTokenizer:
         return "".join(map(chr, ids))
 
 
+def make_source(rows: Sequence[Row], name: str = "rows", **table: Any) -> Source:
+    return Source(DataSource(name=name, **table), rows)
+
+
+def order(*sources: Source, fits: int = 9, seed: int = 0, system: str | None = None) -> OrderedData:
+    return OrderedData(sources, CharacterTokenizer(), Plan(1, 1, 2), seed, fits, system)
+
+
 def make_data(
     texts: Sequence[str] | int = 10, *, seed: int = 0, limit: int = 3, system: str | None = None, **plan: Any
 ) -> OrderedData:
     """Rows "0", "1", …, or these texts; by default 5 steps of 2 prompts."""
     rows = [Row.from_text(text) for text in (map(str, range(texts)) if isinstance(texts, int) else texts)]
     numbers = {"steps": 5, "prompts_per_step": 2, "rollouts_per_prompt": 2} | plan
-    return OrderedData(rows, [Source("rows", len(rows), limit)], CharacterTokenizer(), Plan(**numbers), seed, system)
+    return OrderedData([make_source(rows)], CharacterTokenizer(), Plan(**numbers), seed, limit, system)
 
 
 def windows(data: OrderedData, state: RunState = RunState()) -> list[list[Prompt]]:  # noqa: B008
@@ -196,10 +205,9 @@ def test_a_prompt_of_exactly_the_limit_is_kept() -> None:
 
 
 def test_each_source_has_its_own_limit() -> None:
-    rows = [Row.from_text("abcd"), Row.from_text("abcd")]
-    assert OrderedData(
-        rows, [Source("a", 1, 4), Source("b", 1, 3)], CharacterTokenizer(), Plan(1, 1, 2), 0
-    ).is_kept == [True, False]
+    rows = [Row.from_text("abcd")]
+    data = order(make_source(rows, max_prompt_tokens=9), make_source(rows, max_prompt_tokens=3), fits=4)
+    assert (data.limits, data.is_kept) == ([4, 3], [True, False])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,7 @@ def test_epochs_serve_each_kept_row_that_often() -> None:
 
 def test_a_prompt_carries_its_row() -> None:
     row = Row(({"role": "user", "content": "q"},), 4, ("exact",), "file", {"level": 2})
-    prompt = OrderedData([row], [Source("file", 1, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0).prompt(5)
+    prompt = order(make_source([row])).prompt(5)
     assert prompt is not None
     assert (prompt.ordinal, prompt.token_ids, prompt.messages) == (5, (ord("q"),), row.messages)
     assert (prompt.answer, prompt.reward, prompt.source, prompt.metadata) == (4, ("exact",), "file", {"level": 2})
@@ -257,21 +265,19 @@ def test_the_system_message_is_part_of_every_prompt_and_of_its_length() -> None:
 
 def test_reward_choices_are_every_combination_that_rows_name() -> None:
     rows = [Row.from_text("a", reward=names) for names in [(), ("x",), ("x", "y"), ("x",)]]
-    data = OrderedData(rows, [Source("rows", 4, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
+    data = order(make_source(rows))
     assert data.reward_choices == {(), ("x",), ("x", "y")}
 
 
 def test_rows_are_all_that_there_are_in_their_order() -> None:
     rows = [Row.from_text("a"), Row.from_text("too long"), Row.from_text("b")]
-    data = OrderedData(rows, [Source("rows", 3, 5)], CharacterTokenizer(), Plan(1, 1, 2), 7)
+    data = order(make_source(rows), fits=5, seed=7)
     assert data.is_kept == [True, False, True]
     assert list(data.rows) == rows
 
 
 def fingerprint(*rows: Row, system: str | None = None, seed: int = 0) -> str:
-    return OrderedData(
-        rows, [Source("rows", len(rows), 99)], CharacterTokenizer(), Plan(1, 1, 2), seed, system
-    ).fingerprint
+    return order(make_source(rows), fits=99, seed=seed, system=system).fingerprint
 
 
 def test_the_fingerprint_changes_with_any_row_its_place_and_its_rendering() -> None:
@@ -309,9 +315,9 @@ def test_data_of_which_nothing_fits_is_refused_with_the_shortest_and_the_limit()
 
 def test_rows_are_numbered_by_table() -> None:
     rows = [Row.from_text("a", source="x"), Row.from_text("b"), Row.from_text("c", source="x")]
-    one = OrderedData(rows, [Source("x", 3, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
+    one = order(make_source(rows))
     assert one.row_names == ["row 1 of x", "row 2 of the data", "row 3 of x"]
-    two = OrderedData(rows, [Source("x", 2, 9), Source("x", 1, 9)], CharacterTokenizer(), Plan(1, 1, 2), 0)
+    two = order(make_source(rows[:2]), make_source(rows[2:]))
     assert two.row_names == ["row 1 of x (table 1)", "row 2 of the data (table 1)", "row 1 of x (table 2)"]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from podium.records import EvalReport, RunState, StepReport
-from podium.report.jsonl import Jsonl, Pieces
 from podium.run.folder import Ledger, RunFolder
 from tests.builders import make_group, make_prompt, make_rollout
 
@@ -46,16 +45,16 @@ def make_run(
     path.mkdir(parents=True)
     folder.settings.write_text(SETTINGS.format(name=path.name, steps=steps, seed=seed))
     folder.event("started", step=0)
-    report = Jsonl(Ledger(folder), Pieces(folder.tokens, lambda token_id: f"<{token_id}>"))
-    report.evaluated(EvalReport(0, 0, {"eval/accuracy": 0.25}, 1.0))
+    ledger = Ledger(folder, lambda token_id: f"<{token_id}>")
+    ledger.evaluated(EvalReport(0, 0, {"eval/accuracy": 0.25}, 1.0))
     for step in range(1, steps + 1):
-        add_step(report, step, texts)
-    report.evaluated(EvalReport(steps, steps, {"eval/accuracy": 0.75}, 1.0))
+        add_step(ledger, step, texts)
+    ledger.evaluated(EvalReport(steps, steps, {"eval/accuracy": 0.75}, 1.0))
     folder.write_status(state, steps, steps)
     return folder
 
 
-def add_step(report: Jsonl, step: int, texts: Sequence[str]) -> None:
+def add_step(ledger: Ledger, step: int, texts: Sequence[str]) -> None:
     rollouts = tuple(
         make_rollout(
             text,
@@ -70,4 +69,4 @@ def add_step(report: Jsonl, step: int, texts: Sequence[str]) -> None:
     advantages = tuple(1.0 - index for index in range(len(texts)))
     group = make_group(rewards, prompt=make_prompt(step), rollouts=rollouts, reward_parts=parts, advantages=advantages)
     seen = {(step, rollouts[0].digest): (-0.5, -0.25, -1.5)}
-    report.write(StepReport(RunState(step=step), step_numbers(step), (group,), (step,), seen))
+    ledger.write(StepReport(RunState(step=step), step_numbers(step), (group,), (step,), seen))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from podium.report.jsonl import Jsonl
 from podium.report.page import page_data, render
 from podium.report.web.reader import RunReader
 from podium.report.web.serve import report_server
@@ -320,7 +319,7 @@ def test_live_it_grows_as_steps_finish_and_keeps_what_the_reader_chose(
     page = visit(serve(folder.path)).page
     assert page.locator("#badge").text_content() == "running"
     page.fill("#pick-search", "#### 4")
-    add_step(Jsonl(Ledger(folder)), 3, ["#### 4", "#### 5"])
+    add_step(Ledger(folder), 3, ["#### 4", "#### 5"])
     folder.write_status("finished", 3, 3)
     playwright.expect(page.locator("#badge")).to_have_text("finished", timeout=15_000)
     assert page.locator("#steps-table tbody tr").first.locator("td").first.text_content() == "3"
@@ -338,7 +337,7 @@ def test_from_disk_a_running_page_loads_itself_again_and_keeps_what_the_reader_c
     page.select_option("#pick-sort", "worst")
     page.locator("h2").first.click()
     page.evaluate("document.activeElement.blur()")
-    add_step(Jsonl(Ledger(folder)), 3, ["#### 4"])
+    add_step(Ledger(folder), 3, ["#### 4"])
     written(folder)
     playwright.expect(page.locator("#steps-table tbody td").first).to_have_text("3", timeout=20_000)
     assert page.input_value("#pick-sort") == "worst"

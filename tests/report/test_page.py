@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from podium.report import page as page_module
-from podium.report.jsonl import Jsonl
 from podium.report.page import Page, render
 from podium.run.folder import Ledger, RunFolder
 from podium.run.start import resume
@@ -30,11 +29,11 @@ def data_of(folder: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def make_page(path: Path, every_s: float = 0.0) -> tuple[Page, Jsonl]:
+def make_page(path: Path, every_s: float = 0.0) -> tuple[Page, Ledger]:
     """A page at its start, and the run's own record that it is made from."""
     page = Page(RunFolder(path), every_s=every_s)
     page.start(CARD, [])
-    return page, Jsonl(Ledger(RunFolder(path)))
+    return page, Ledger(RunFolder(path))
 
 
 def test_a_page_is_there_from_the_start(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_a_resumed_run_shows_the_steps_that_it_had_done(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     page = Page(folder, every_s=0.0)
     page.start(CARD, [])
-    add_step(Jsonl(Ledger(folder)), 3, ["third"])
+    add_step(Ledger(folder), 3, ["third"])
     page.write(make_step_report(step=3))
     shown = data_of(folder.path)
     assert shown["series"]["steps"] == [1, 2, 3]
@@ -147,8 +146,8 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     tables = small_tables(tmp_path / "run", steps=6) | {"report": [{"name": "page"}]}
     tables["reward"] = [{"name": "tests.killing:mortal"}]
     (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
-    # 16 calls a step: the process is killed in the fourth, after the commit of the second
-    environment = os.environ | {"KILL_AT_REWARD_CALL": "60"}
+    # 16 calls a step: the process is killed in the sixth. The commit of the fourth had to wait for that of the second.
+    environment = os.environ | {"KILL_AT_REWARD_CALL": "92"}
     killed = podium(
         "train",
         str(tmp_path / "settings.toml"),
@@ -158,7 +157,7 @@ def test_after_a_kill_and_a_resume_the_history_is_whole(tmp_path: Path) -> None:
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = data_of(tmp_path / "run")
-    assert before["series"]["steps"] == [1, 2, 3]
+    assert before["series"]["steps"] == [1, 2, 3, 4, 5]
     assert before["card"]["title"] == "run: grpo on embedded"
     resume(Settings.from_dict(tables), RunFolder(tmp_path / "run"))
     after = data_of(tmp_path / "run")

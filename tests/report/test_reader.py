@@ -2,7 +2,6 @@ import json
 import os
 from pathlib import Path
 
-from podium.report.jsonl import Jsonl
 from podium.report.page import page_data
 from podium.report.web.reader import MAX_MOMENTS, MAX_POINTS, RECENT_STEPS, GrowingFile, RunReader
 from podium.run.folder import Ledger, RunFolder
@@ -45,7 +44,7 @@ def test_a_rewound_run_shows_what_stands_and_then_what_comes(tmp_path: Path) -> 
     assert page_data(reader)["series"]["steps"] == [1, 2, 3, 4]
     lines = folder.metrics.read_bytes().splitlines(keepends=True)
     os.truncate(folder.metrics, sum(map(len, lines[:3])))  # the evaluation at the start, and two steps
-    add_step(Jsonl(Ledger(folder)), 3, ["new"])
+    add_step(Ledger(folder), 3, ["new"])
     reader.refresh()
     shown = page_data(reader)
     assert shown["series"]["steps"] == [1, 2, 3]

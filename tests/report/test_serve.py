@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from podium.errors import InputError
-from podium.report.jsonl import Jsonl
-from podium.report.web.reader import flattened
 from podium.report.web.serve import Server, find_runs, report_server
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, flattened
 from tests.report.runs import add_step, make_run
 
 Serve = Callable[[Path], int]
@@ -65,7 +63,7 @@ def test_data_is_sent_again_only_when_there_is_something_new(runs: Path, serve: 
     port = serve(runs / "one")
     version = ask(port, "/data.json")[1]["ETag"]
     assert ask(port, "/data.json", If_None_Match=version)[0] == 304
-    add_step(Jsonl(Ledger(RunFolder(runs / "one"))), 3, ["third"])
+    add_step(Ledger(RunFolder(runs / "one")), 3, ["third"])
     status, _, body = ask(port, "/data.json", If_None_Match=version)
     assert status == 200
     assert json.loads(body)["series"]["steps"] == [1, 2, 3]
@@ -153,3 +151,5 @@ def test_settings_are_flattened_by_dots_and_numbers() -> None:
         "reward.1.name": "b",
         "trainer.betas": [0.9, 0.99],
     }
+    assert flattened({"data": [{"remap": {}}]}) == {"data.0.remap": {}}
+    assert flattened({}) == {}

@@ -36,7 +36,7 @@ def test_where_a_tracker_is_too_slow_the_oldest_waiting_calls_are_dropped() -> N
     gate, made = threading.Event(), list[int]()
     background = Background(pytest.fail, max_waiting=3)
     background.put(gate.wait)
-    wait_for(lambda: not background._calls)
+    wait_for(background._calls.empty)
     for number in range(10):
         background.put(lambda number=number: made.append(number))
     gate.set()

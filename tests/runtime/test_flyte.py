@@ -31,11 +31,12 @@ from podium.errors import (
 )
 from podium.model.handoff import publish
 from podium.model.load import load_policy
+from podium.observer import StopSignal
 from podium.records import Group, Prompt, RunState
 from podium.remote.codec import from_json, to_json
 from podium.run.checkpoint import list_checkpoints, read_tensors
 from podium.run.folder import RunFolder
-from podium.run.start import StopSignal, Summary, resume, train
+from podium.run.start import Summary, resume, train
 from podium.runtime import on_flyte as where
 from podium.runtime.on_flyte import Dir, _installed, extras_of, flyte, image_with, tasks
 from podium.runtime.on_flyte import packages as packages_with

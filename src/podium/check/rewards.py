@@ -24,7 +24,7 @@ from podium.reward.build import build_scoring, check_rewards
 from podium.reward.scoring.stage import Failed, NamedReward, Scoring, declared_range, has_best
 from podium.reward.scoring.verifiers import answer_text
 from podium.settings.tables import Settings
-from podium.terminal import aligned
+from podium.untrusted import aligned
 
 SHOWN = 3
 """Number of rows that are shown per kind of trouble."""

@@ -8,7 +8,6 @@ their ordinal and are skipped. At the end: what `podium check` shows of the data
 """
 
 import hashlib
-import io
 import json
 import random
 from collections import Counter
@@ -17,45 +16,36 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, islice
 from statistics import median
-from typing import Any, Protocol
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 from podium.errors import InputError
 from podium.model.chat import opens_thinking, render
+from podium.model.load import Policy, Reader
 from podium.records import Group, Plan, Prompt, Row, RunState
 from podium.settings.contracts import user_code
 from podium.settings.lookup import find
 from podium.settings.sections import DataSource
 from podium.settings.tables import Settings
+from podium.untrusted import aligned
 
 SHOWN_PROMPTS = 3
 SHOWN_CHARACTERS = 400
-WIDTH = 116
 
 
 @dataclass(frozen=True)
 class Source:
-    """The counts of one `[[data]]` table."""
+    """One table of `[[data]]` and its rows, not rendered yet."""
 
-    name: str
-    num_rows: int
-    """Rows of this source in the run."""
-    max_prompt_tokens: int
+    table: DataSource
+    rows: Sequence[Row]
     num_beyond_max_rows: int = 0
     """Rows that `max_rows` cut off."""
-    weight: float | None = None
-    """Share of the drawn prompts, relative to the other sources."""
-    rows: int | float | None = None
-    """An integer is a number of rows; a float is a share of the kept rows."""
 
 
 def _ranges(sources: Sequence[Source]) -> list[range]:
     """The row indices of each source."""
-    ends = list(accumulate(source.num_rows for source in sources))
-    return [range(end - source.num_rows, end) for source, end in zip(sources, ends, strict=True)]
+    ends = list(accumulate(len(source.rows) for source in sources))
+    return [range(end - len(source.rows), end) for source, end in zip(sources, ends, strict=True)]
 
 
 class OrderedData:
@@ -63,14 +53,15 @@ class OrderedData:
 
     def __init__(
         self,
-        rows: Sequence[Row],
         sources: Sequence[Source],
         tokenizer: Any,
         plan: Plan,
         seed: int,
+        fits: int,
         system: str | None = None,
     ) -> None:
-        """`rows` are the rows of all sources, one source after the other."""
+        """`fits` is the number of tokens that a prompt may have."""
+        rows = [row for source in sources for row in source.rows]
         if not rows:
             raise InputError("data: the sources hold no rows; give a file or a split that has some")
         self.rows, self.sources, self.num_rows, self._plan, self._seed = rows, sources, len(rows), plan, seed
@@ -80,7 +71,9 @@ class OrderedData:
         self._opens_thinking = [opens_thinking(tokenizer, ids) for ids in self._ids]
         self.all_lengths = [len(ids) for ids in self._ids]
         """Tokens of each row's prompt, kept or not."""
-        limits = [source.max_prompt_tokens for source in sources for _ in range(source.num_rows)]
+        self.limits = [min(fits, source.table.max_prompt_tokens or fits) for source in sources]
+        """The most tokens that a prompt of each source may have."""
+        limits = [limit for source, limit in zip(sources, self.limits, strict=True) for _ in source.rows]
         self.is_kept = [0 < length <= limit for length, limit in zip(self.all_lengths, limits, strict=True)]
         """Whether each row can be drawn: its prompt is neither empty nor too long."""
         if not any(self.is_kept):
@@ -117,7 +110,7 @@ class OrderedData:
     @property
     def tables(self) -> dict[int, str]:
         """Row index → the name of its table, with a number if several tables have that name."""
-        names = [source.name for source in self.sources]
+        names = [source.table.name for source in self.sources]
         unique = [name if names.count(name) == 1 else f"{name} {n}" for n, name in enumerate(names, start=1)]
         return {index: name for name, rows in zip(unique, self.ranges, strict=True) for index in rows}
 
@@ -254,26 +247,26 @@ def make_pools(sources: Sequence[Source], is_kept: Sequence[bool], seed: int) ->
     """One pool per source; `is_kept` says which rows may be drawn. Shares count kept rows only."""
     ranges = _ranges(sources)
     kept = [[index for index in each if is_kept[index]] for each in ranges]
-    if any(source.weight is not None for source in sources):
+    if any(source.table.weight is not None for source in sources):
         return _by_weight(sources, kept)
     made = []
     for number, (source, all_rows, some) in enumerate(zip(sources, ranges, kept, strict=True)):
-        chosen = list(all_rows) if source.rows is None else _chosen(number, source, some, seed)
+        chosen = list(all_rows) if source.table.rows is None else _chosen(number, source.table, some, seed)
         made.append(Pool(tuple(chosen), len(chosen)))
     return made
 
 
-def _chosen(number: int, source: Source, kept: list[int], seed: int) -> list[int]:
+def _chosen(number: int, table: DataSource, kept: list[int], seed: int) -> list[int]:
     """Whole copies of the rows, then a random part for the rest."""
-    asked = source.rows
+    asked = table.rows
     if isinstance(asked, int) and asked > len(kept):
         raise InputError(
-            f"data[{number}].rows = {asked}: {source.name} has {len(kept)} rows that are not too long; give fewer, or "
+            f"data[{number}].rows = {asked}: {table.name} has {len(kept)} rows that are not too long; give fewer, or "
             "a share above 1.0 to repeat rows"
         )
     count = asked if isinstance(asked, int) else max(1, round((asked or 0) * len(kept)))
     if not kept:
-        raise InputError(f"data[{number}].rows = {asked}: {source.name} has no row that is not too long")
+        raise InputError(f"data[{number}].rows = {asked}: {table.name} has no row that is not too long")
     copies, rest = divmod(count, len(kept))
     return sorted(kept * copies + random.Random(f"{seed}/rows/{number}").sample(kept, rest))
 
@@ -282,33 +275,15 @@ def _by_weight(sources: Sequence[Source], kept: Sequence[list[int]]) -> list[Poo
     """Quotas by the largest-remainder method, at least 1 each."""
     for number, (source, some) in enumerate(zip(sources, kept, strict=True)):
         if not some:
-            raise InputError(f"data[{number}].weight = {source.weight}: {source.name} has no row that is not too long")
-    total, weights = sum(map(len, kept)), [source.weight or 0.0 for source in sources]
+            table = source.table
+            raise InputError(f"data[{number}].weight = {table.weight}: {table.name} has no row that is not too long")
+    total, weights = sum(map(len, kept)), [source.table.weight or 0.0 for source in sources]
     exact = [total * weight / sum(weights) for weight in weights]
     quotas = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
     for index in by_remainder[: total - sum(quotas)]:
         quotas[index] += 1
     return [Pool(tuple(some), max(1, quota)) for some, quota in zip(kept, quotas, strict=True)]
-
-
-class Reader(Protocol):
-    """What the data stage needs of a policy."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def max_context_tokens(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class ReadSource:
-    """One table of `[[data]]` and its rows, not rendered yet."""
-
-    table: DataSource
-    rows: Sequence[Row]
-    num_beyond_max_rows: int
 
 
 @dataclass(frozen=True)
@@ -335,7 +310,7 @@ class RunData:
         return [*left_out(self.train, "data"), *held_out]
 
 
-def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
+def read_sources(tables: Sequence[DataSource]) -> list[Source]:
     """Reads every source. This needs no model, so bad data is reported before a model is loaded."""
     read = []
     for table in tables:
@@ -348,19 +323,19 @@ def read_sources(tables: Sequence[DataSource]) -> list[ReadSource]:
             )
         some = rows[: table.max_rows]
         named = [Row(row.messages, row.answer, row.reward, row.source or table.name, row.metadata) for row in some]
-        read.append(ReadSource(table, named, len(rows) - len(some)))
+        read.append(Source(table, named, len(rows) - len(some)))
     return read
 
 
 def build_run_data(
-    settings: Settings, rows: Sequence[ReadSource], held_out_rows: Sequence[ReadSource], reader: Reader
+    settings: Settings, sources: Sequence[Source], held_out: Sequence[Source], reader: Policy | Reader
 ) -> RunData:
-    data = build_data(settings, rows, reader, settings.plan)
+    data = build_data(settings, sources, reader, settings.plan)
     plan = replace(settings.plan, steps=data.num_steps)
-    return RunData(plan, data, build_data(settings, held_out_rows, reader, plan) if held_out_rows else None)
+    return RunData(plan, data, build_data(settings, held_out, reader, plan) if held_out else None)
 
 
-def build_data(settings: Settings, read: Sequence[ReadSource], reader: Reader, plan: Plan) -> OrderedData:
+def build_data(settings: Settings, sources: Sequence[Source], reader: Policy | Reader, plan: Plan) -> OrderedData:
     max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
     context = min(reader.max_context_tokens, settings.max_engine_tokens)
     fits = context - max_new_tokens
@@ -368,60 +343,49 @@ def build_data(settings: Settings, read: Sequence[ReadSource], reader: Reader, p
         raise InputError(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    sources = [
-        Source(
-            name=each.table.name,
-            num_rows=len(each.rows),
-            max_prompt_tokens=min(fits, each.table.max_prompt_tokens or fits),
-            num_beyond_max_rows=each.num_beyond_max_rows,
-            weight=each.table.weight,
-            rows=each.table.rows,
-        )
-        for each in read
-    ]
-    rows = [row for each in read for row in each.rows]
     system = settings.rollout.options.get("system")
-    return OrderedData(rows, sources, reader.tokenizer, plan, settings.run.seed, system)
+    return OrderedData(sources, reader.tokenizer, plan, settings.run.seed, fits, system)
 
 
 def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:
     """`section` is the name of the tables in the settings."""
-    heads = ["source", "rows", "kept", "dropped", "epoch", "prompt tokens", "rewards"]
-    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = [("source", "rows", "kept", "dropped", "epoch", "prompt tokens", "rewards")]
     shown: list[str] = []
-    for number, (source, pool, rows) in enumerate(zip(data.sources, data.pools, data.ranges, strict=True)):
+    for number, (source, limit, pool, rows) in enumerate(
+        zip(data.sources, data.limits, data.pools, data.ranges, strict=True)
+    ):
         kept = [index for index in rows if data.is_kept[index]]
         lengths = [data.all_lengths[index] for index in kept]
-        table.add_row(
-            f"{section}[{number}] {source.name}",
-            str(source.num_rows + source.num_beyond_max_rows),
+        row = (
+            f"{section}[{number}] {source.table.name}",
+            str(len(source.rows) + source.num_beyond_max_rows),
             str(len(kept)),
-            _dropped(source, [data.all_lengths[index] for index in rows]),
+            _dropped(limit, [data.all_lengths[index] for index in rows], source.num_beyond_max_rows),
             str(data.num_drawn(pool)),
             f"{min(lengths)} to {max(lengths)}, median {median(lengths):.0f}" if lengths else "",
             _rewards([tuple(data.rows[index].reward) for index in kept]),
         )
+        table.append(row)
         for index in kept[:SHOWN_PROMPTS]:
             prompt = data.prompt_of_row(index, index)
             text = _shortened(repr(tokenizer.decode(prompt.token_ids)))
             shown.append(
                 f"{section}[{number}] row {index - rows.start + 1}: {text} → {_shortened(repr(prompt.answer))}"
             )
-    text = io.StringIO()
-    Console(file=text, width=WIDTH, color_system=None).print(table)
-    return [*map(str.rstrip, text.getvalue().splitlines()), "as the policy sees them:", *shown]
+    head, *lines = aligned(table).splitlines()
+    return [head, "─" * max(map(len, [head, *lines])), *lines, "as the policy sees them:", *shown]
 
 
 def left_out(data: OrderedData, section: str) -> list[str]:
     """A sentence per source whose rows cannot all be used; `section` as in `data_lines`."""
     notes = []
-    for number, (source, rows) in enumerate(zip(data.sources, data.ranges, strict=True)):
-        where, lengths = f"{section}[{number}] ({source.name})", [data.all_lengths[index] for index in rows]
-        longer = [length for length in lengths if length > source.max_prompt_tokens]
+    for number, (source, limit, rows) in enumerate(zip(data.sources, data.limits, data.ranges, strict=True)):
+        where, lengths = f"{section}[{number}] ({source.table.name})", [data.all_lengths[index] for index in rows]
+        longer = [length for length in lengths if length > limit]
         if longer:
             notes.append(
                 f"{where}: {len(longer)} of {len(rows)} rows are left out, their prompts have more than "
-                f"{source.max_prompt_tokens} tokens (up to {max(longer)}); to use them, raise max_prompt_tokens of "
+                f"{limit} tokens (up to {max(longer)}); to use them, raise max_prompt_tokens of "
                 "that table or the engine's max_context_tokens, or lower rollout.max_new_tokens"
             )
         if empty := lengths.count(0):
@@ -429,14 +393,10 @@ def left_out(data: OrderedData, section: str) -> list[str]:
     return notes
 
 
-def _dropped(source: Source, lengths: Sequence[int]) -> str:
+def _dropped(limit: int, lengths: Sequence[int], beyond_max_rows: int) -> str:
     """How many rows are dropped, and why."""
-    too_long = sum(length > source.max_prompt_tokens for length in lengths)
-    reasons = {
-        f"over {source.max_prompt_tokens} tokens": too_long,
-        "empty": lengths.count(0),
-        "beyond max_rows": source.num_beyond_max_rows,
-    }
+    too_long = sum(length > limit for length in lengths)
+    reasons = {f"over {limit} tokens": too_long, "empty": lengths.count(0), "beyond max_rows": beyond_max_rows}
     return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count) or "0"
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from podium.errors import InputError
 from podium.records import EvalReport, Group, Prompt, RunState
-from podium.report.jsonl import judged
+from podium.run.folder import judged
 from podium.stages import RewardStage, StartRollouts
-from podium.terminal import aligned
+from podium.untrusted import aligned
 
 Z = 1.959963984540054
 """The normal distribution's 97.5 % point."""
@@ -67,7 +67,7 @@ class HeldOut:
     rollout: StartRollouts
     reward: RewardStage
     prompts: Sequence[Prompt]
-    is_over: Callable[[RunState], bool]
+    is_over: Callable[[RunState], object]
     every: int
     tell: Callable[[EvalReport], None]
     pass_at: Sequence[int] = ()

@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from podium.errors import WeightsError
 from podium.model.load import Policy
-from podium.remote.files import open_regular, read_regular
+from podium.untrusted import open_regular, read_regular
 
 Named = Iterable[tuple[str, torch.Tensor]]
 PEFT_PREFIX, PEFT_SUFFIX = "base_model.model.", ".weight"

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from podium.remote.fork_server_process import CHUNK, DONE, FAILED, LENGTH, Limits
 from podium.remote.loop_thread import LoopThread
-from podium.terminal import printable
+from podium.untrusted import printable
 
 T = TypeVar("T")
 

@@ -10,13 +10,14 @@ import importlib
 import threading
 import time
 import tomllib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from podium.records import EvalReport, StepReport
 from podium.run.folder import RunFolder
-from podium.terminal import warn
+from podium.untrusted import warn
 
 MAX_WAITING = 1000
 MAX_FAILURES = 5
@@ -32,23 +33,20 @@ class Background:
 
     def __init__(self, warn: Callable[[str], None], max_waiting: int = MAX_WAITING) -> None:
         self._warn, self._max_waiting = warn, max_waiting
-        self._calls: deque[Call] = deque()
-        self._changed = threading.Condition()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        """None is the end."""
         self._busy_since: float | None = None
-        self._is_closing = False
-        self._num_failed_in_a_row = 0
         self.num_dropped = 0
         self.num_failed = 0
         self._thread = threading.Thread(target=self._work, daemon=True, name="podium tracker")
         self._thread.start()
 
     def put(self, call: Call) -> None:
-        with self._changed:
-            if len(self._calls) >= self._max_waiting:
-                self._calls.popleft()
+        if self._calls.qsize() >= self._max_waiting:
+            with suppress(Empty):
+                self._calls.get_nowait()
                 self.num_dropped += 1
-            self._calls.append(call)
-            self._changed.notify()
+        self._calls.put(call)
 
     def close(self, patience_s: float = PATIENCE_S) -> bool:
         """Waits for the remaining calls; returns whether all were made.
@@ -56,9 +54,7 @@ class Background:
         Gives up on a call that has been running for `patience_s`. A call that has already hung for longer costs no
         further waiting.
         """
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._calls.put(None)
         while self._thread.is_alive():
             since = self._busy_since
             left = patience_s if since is None else since + patience_s - time.monotonic()
@@ -68,31 +64,21 @@ class Background:
         return True
 
     def _work(self) -> None:
-        while (call := self._next()) is not None:
+        num_failed_in_a_row = 0
+        while (call := self._calls.get()) is not None:
+            if num_failed_in_a_row >= MAX_FAILURES:
+                self.num_dropped += 1
+                continue
             self._busy_since = time.monotonic()
             try:
                 call()
-                self._num_failed_in_a_row = 0
+                num_failed_in_a_row = 0
             except BaseException as error:
-                self._failed(error)
+                num_failed_in_a_row += 1
+                self.num_failed += 1
+                if self.num_failed == 1:
+                    self._warn(f"{type(error).__name__}: {error}")
             self._busy_since = None
-
-    def _next(self) -> Call | None:
-        with self._changed:
-            while not self._calls and not self._is_closing:
-                self._changed.wait()
-            return self._calls.popleft() if self._calls else None
-
-    def _failed(self, error: BaseException) -> None:
-        self.num_failed += 1
-        self._num_failed_in_a_row += 1
-        if self.num_failed == 1:
-            self._warn(f"{type(error).__name__}: {error}")
-        if self._num_failed_in_a_row >= MAX_FAILURES:
-            with self._changed:
-                self._max_waiting = 0
-                self.num_dropped += len(self._calls)
-                self._calls.clear()
 
 
 class Tracker:

@@ -1,6 +1,6 @@
 """Stage 10: makes each step's report once and hands it to every report that the settings name.
 
-In: `[[report]]` and what is known of the run. `jsonl`, the run's own record, is always one of the reports. `Reports`
+In: `[[report]]` and what is known of the run. `Reports` first writes the step to the run's own record, the ledger. It
 also warns about steps that trained nothing, and says why. The end of the file computes the metrics of docs/metrics.md.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 from podium.errors import InputError
 from podium.records import EvalReport, Group, Queues, RunState, StepGroups, StepReport, UpdateResult
-from podium.report.jsonl import Jsonl, Pieces, piece_decoder
 from podium.report.page import Page
 from podium.report.web.reader import run_card
 from podium.run.folder import Ledger, RunFolder, write_atomically
@@ -24,7 +23,7 @@ from podium.settings.lookup import find
 from podium.settings.sections import Choice
 from podium.settings.tables import Settings
 from podium.stages import Report
-from podium.terminal import warn
+from podium.untrusted import warn
 
 FIRST_WARNING = 3
 """Steps in a row without an update before the first warning; each further warning waits for twice as many."""
@@ -49,7 +48,6 @@ def build_reports(
     folder: RunFolder,
     ledger: Ledger,
     console_mode: str | None,
-    tokenizer: Any,
     num_steps: int,
     max_tokens_per_batch: int,
     notes: Sequence[str] = (),
@@ -57,8 +55,7 @@ def build_reports(
 ) -> "Reports":
     """`console_mode` holds for this process only and is not saved with the run. `notes` are sentences about the data.
     `page` is written in place of the report `page`, even where the settings do not name it."""
-    pieces = Pieces(folder.tokens, piece_decoder(tokenizer))
-    made = [Jsonl(ledger, pieces), *_chosen_reports(settings, folder, console_mode)]
+    made = _chosen_reports(settings, folder, console_mode)
     if page is not None:
         made = [*(report for report in made if not isinstance(report, Page)), page(folder)]
     card = run_card(settings.to_dict(), folder.path, num_steps)
@@ -68,8 +65,6 @@ def build_reports(
 def _chosen_reports(settings: Settings, folder: RunFolder, console_mode: str | None) -> list[Any]:
     """A report whose first argument is called `folder` gets the run folder; the console gets its mode."""
     given = list(settings.report)
-    if any(choice.name == "jsonl" for choice in given):
-        raise InputError("report 'jsonl' has no effect: it is always written; remove its table")
     if console_mode is not None and all(choice.name != "console" for choice in given):
         given.insert(0, Choice(name="console"))
     made: list[Any] = []
@@ -155,6 +150,7 @@ class Reports:
         kept = tuple(group.prompt.ordinal for group in step.kept)
         made = StepReport(state, metrics, step.drawn, kept, result.policy_logprobs)
         self.folder.write_status("running", state.step, self.card["steps"])
+        self.ledger.write(made)
         for report in self.reports:
             report.write(made)
         if warning := self.idle.seen(why_idle(step, result)):
@@ -162,6 +158,7 @@ class Reports:
             warn(f"warning: {warning}")
 
     def evaluated(self, made: EvalReport) -> None:
+        self.ledger.evaluated(made)
         for report in self.reports:
             report.evaluated(made)
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from podium.records import EvalReport, Group, StepReport
 from podium.report.web.reader import LAPS
-from podium.terminal import printable, say
+from podium.untrusted import printable, say
 
 COLUMNS = {
     "reward": "reward/mean",

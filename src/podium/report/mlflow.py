@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from podium.report._tracker import Tracker
-from podium.report.web.reader import flattened
-from podium.run.folder import RunFolder
+from podium.run.folder import RunFolder, flattened
 
 MAX_VALUE = 500
 """MLflow's limit for the characters of a parameter."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from podium.report._tracker import Tracker
 from podium.run.folder import RunFolder
-from podium.terminal import warn
+from podium.untrusted import warn
 
 
 class Trackio(Tracker):

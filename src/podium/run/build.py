@@ -1,7 +1,7 @@
 """From `[checkpoint]` to the checkpoint stage, and what may change when a run is resumed.
 
 In: the settings, the run folder and the trainer. Out: `FolderCheckpoint`. Here are also the weights that a run starts
-from, the room that checkpoints need on the disk, and `on_checkpoint`.
+from, and the room that checkpoints need on the disk.
 
 Every setting belongs to one of three classes. free: it is the same run, longer or reported differently. warn: it is the
 same run, but no longer bit for bit what it would have been. refuse: it would be another run; `--allow-change KEY`
@@ -10,13 +10,9 @@ here on, and the error shows both rates.
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -31,17 +27,16 @@ from podium.model.load import Policy
 from podium.records import RunState
 from podium.run.checkpoint import (
     FolderCheckpoint,
-    SavedTrainer,
     list_checkpoints,
     newest_checkpoint,
     read_tensors,
     step_of,
 )
-from podium.run.folder import Ledger, RunFolder
-from podium.settings.refusals import of_first_version
+from podium.run.folder import Ledger, RunFolder, flattened
 from podium.settings.tables import Settings
-from podium.terminal import warn
+from podium.stages import SavedTrainer
 from podium.trainer._optimizer import rate_at
+from podium.untrusted import warn
 
 CLASS_TABLE = """
 free    run.steps run.epochs
@@ -71,20 +66,6 @@ LENGTHS = ("run.steps", "run.epochs")
 """Settings that determine the length over which a learning rate decays."""
 OTHER_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
 """Keys of an adapter_config.json that scale an adapter otherwise than by alpha / r."""
-COMMAND_S = 600.0
-"""Seconds that `checkpoint.on_checkpoint` may take."""
-GUARDED = """
-exec 3<&0
-/bin/sh -c "$1" </dev/null 3<&- &
-command=$!
-(read -r line <&3; kill -KILL 0) &
-guard=$!
-wait $command
-code=$?
-kill -KILL $guard
-exit $code
-"""
-"""A shell that runs a command while a second shell waits for the end of its input, then kills the process group."""
 
 
 class StateBytes(Protocol):
@@ -109,21 +90,15 @@ def build_checkpoint(
     step: int | None,
     base_digest: str | None,
     begin: Callable[[], None],
-    store: Callable[[Path], None] = lambda place: None,
-    restored: Callable[[RunState, Path | None], None] = lambda state, place: None,
+    store: Callable[[Path], None] | None,
+    restored: Callable[[RunState, Path | None], None],
 ) -> FolderCheckpoint:
-    """`step`, `base_digest`, `begin` and `restored` are as in `FolderCheckpoint`; `store` copies a new checkpoint to
-    another place."""
+    """`step` and everything after it are as in `FolderCheckpoint`."""
     if settings.run.sync_every == 0:
         begin()  # the engine is given these weights before a checkpoint is restored
 
     def accept(text: str, step: int) -> None:
-        _accept_settings(Settings.from_dict(of_first_version(tomllib.loads(text))), settings, folder, step)
-
-    def committed(place: Path, step: int) -> None:
-        store(place)
-        if settings.checkpoint.on_checkpoint is not None:
-            _run_command(settings.checkpoint.on_checkpoint, folder, place, step)
+        _accept_settings(Settings.stored(text), settings, folder, step)
 
     return FolderCheckpoint(
         folder,
@@ -138,29 +113,9 @@ def build_checkpoint(
         begin=begin,
         accept=accept,
         restored=restored,
-        committed=committed,
+        store=store,
+        command=settings.checkpoint.on_checkpoint,
     )
-
-
-def _run_command(command: str, folder: RunFolder, place: Path, step: int) -> None:
-    """A command that fails cannot stop the run: there is a warning and an event."""
-    environment = {"PODIUM_RUN": str(folder.path), "PODIUM_CHECKPOINT": str(place), "PODIUM_STEP": str(step)}
-    with subprocess.Popen(
-        ["/bin/sh", "-c", GUARDED, "sh", command],
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,  # never written to: it ends when this process does, however that ends
-        start_new_session=True,
-    ) as process:
-        try:
-            code = process.wait(timeout=COMMAND_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            code = None
-    folder.event("on_checkpoint", step=step, exit_code=code)
-    if code != 0:
-        ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
-        warn(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
 
 
 # What may change on a resume
@@ -191,7 +146,7 @@ def class_of(key: str) -> str | None:
 
 def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) for every setting that differs; None for a missing value."""
-    old, new = dict(_flat(before.to_dict())), dict(_flat(after.to_dict()))
+    old, new = flattened(before.to_dict()), flattened(after.to_dict())
     return {key: (old.get(key), new.get(key)) for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
 
 
@@ -264,17 +219,6 @@ def _is_allowed(key: str, allowed: Collection[str]) -> bool:
     """Whether `allowed` names the key, a table around it, or the choice whose option it is."""
     section = key.partition(".")[0]
     return any(key == name or key.startswith(f"{name}.") or name == f"{section}.name" for name in allowed)
-
-
-def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested tables by dotted key; an empty table counts as a leaf."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping) or not value:
-        yield ".".join(path), value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, (*path, str(key)))
 
 
 # The weights that a run starts from

@@ -16,13 +16,16 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,25 +33,29 @@ from safetensors.torch import load_file, save_file
 
 from podium.errors import CheckpointError, InputError
 from podium.records import RunState
-from podium.remote.files import open_regular, read_regular
 from podium.run.folder import Ledger, RunFolder
-from podium.terminal import warn
+from podium.stages import SavedTrainer
+from podium.untrusted import open_regular, read_regular, warn
 
 FORMAT = 2
 """2 added the settings and the number of restarts; 1 had neither."""
 MANIFEST, STATE, TENSORS, SETTINGS = "manifest.json", "state.json", "trainer.safetensors", "settings.toml"
+COMMAND_S = 600.0
+"""Seconds that `checkpoint.on_checkpoint` may take."""
+GUARDED = """
+exec 3<&0
+/bin/sh -c "$1" </dev/null 3<&- &
+command=$!
+(read -r line <&3; kill -KILL 0) &
+guard=$!
+wait $command
+code=$?
+kill -KILL $guard
+exit $code
+"""
+"""A shell that runs a command while a second shell waits for the end of its input, then kills the process group."""
 _memcmp = ctypes.CDLL(None).memcmp  # more than twice as fast as torch.equal, and a NaN equals itself
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-class SavedTrainer(Protocol):
-    """What a checkpoint needs of a trainer."""
-
-    def state(self) -> Mapping[str, torch.Tensor]: ...
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
-
-    def save_model(self, folder: str) -> None: ...
 
 
 def _nothing(*_: Any) -> None:
@@ -73,20 +80,23 @@ class FolderCheckpoint:
         begin: Callable[[], None] = _nothing,
         accept: Callable[[str, int], None] = _nothing,
         restored: Callable[[RunState, Path | None], None] = _nothing,
-        committed: Callable[[Path, int], None] = _nothing,
+        store: Callable[[Path], None] | None = None,
+        command: str | None = None,
     ) -> None:
         """`step` names the checkpoint to restore; default: the newest undamaged one. `base_digest` is the digest of the
         weights under an adapter.
 
         `begin` is called when a run starts at step 0, and may give the trainer other weights. `accept` gets the
         settings and the step of the restored checkpoint, and raises `InputError` if the run may not continue from them.
-        `restored` gets the initial state and its checkpoint, or None at step 0, in a thread of its own. `committed`
-        gets each new checkpoint and its step, in the thread that wrote it.
+        `restored` gets the initial state and its checkpoint, or None at step 0, in a thread of its own. Each new
+        checkpoint is given to `store`, which copies it to another place, and to the user's shell `command`, both in
+        the thread that wrote it.
         """
         self._folder, self._trainer, self._ledger = folder, trainer, ledger
         self._data_fingerprint, self._settings, self._base_digest = data_fingerprint, settings, base_digest
         self._every, self._keep, self._wanted_step = every, keep, step
-        self._begin_new, self._accept, self._restored, self._committed = begin, accept, restored, committed
+        self._begin_new, self._accept, self._restored = begin, accept, restored
+        self._store, self._command = store, command
         self._last_begun: int | None = None
         """Step of the last commit that was started; its error is raised before the next commit starts."""
         self._writing: asyncio.Task[None] | None = None
@@ -262,7 +272,30 @@ class FolderCheckpoint:
             doomed = old.with_name(f"{old.name}.tmp-{os.getpid()}")
             old.rename(doomed)  # so that a half-deleted folder is a leftover and not a damaged checkpoint
             shutil.rmtree(doomed)
-        self._committed(place, step)
+        if self._store is not None:
+            self._store(place)
+        if self._command is not None:
+            self._run(self._command, place, step)
+
+    def _run(self, command: str, place: Path, step: int) -> None:
+        """A command that fails cannot stop the run: there is a warning and an event."""
+        environment = {"PODIUM_RUN": str(self._folder.path), "PODIUM_CHECKPOINT": str(place), "PODIUM_STEP": str(step)}
+        with subprocess.Popen(
+            ["/bin/sh", "-c", GUARDED, "sh", command],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,  # never written to: it ends when this process does, however that ends
+            start_new_session=True,
+        ) as process:
+            try:
+                code = process.wait(timeout=COMMAND_S)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                code = None
+        self._folder.event("on_checkpoint", step=step, exit_code=code)
+        if code != 0:
+            ended = f"ended with {code}" if code is not None else f"took over {COMMAND_S:g} s and was killed"
+            warn(f"warning: checkpoint.on_checkpoint {ended} after step {step}; the run goes on")
 
     def _place_of(self, step: int) -> Path:
         return self._folder.checkpoints / f"step-{step:06d}"

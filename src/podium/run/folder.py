@@ -3,26 +3,32 @@
 settings.toml  status.json  metrics.jsonl  events.jsonl  tokens.jsonl  restarts.json  stacks.txt  report.html
 rollouts/  evals/  checkpoints/  final/  flyte/
 
-A checkpoint stores the ledger's length and sha256. A resume truncates what came after and verifies that the rest is
-unchanged. So each trained rollout is recorded exactly once, however often the run was killed.
+The ledger is metrics.jsonl and rollouts/. A checkpoint stores its length and sha256. A resume truncates what came after
+and verifies that the rest is unchanged. So each trained rollout is recorded exactly once, however often the run was
+killed. tokens.jsonl holds the text of every token id that the run has generated, so that the page can show rollouts
+token by token. It grows with the vocabulary in use, not with the run, and is not part of what a checkpoint verifies.
 """
 
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from podium.errors import CheckpointError, InputError, StorageError
-from podium.remote.files import open_regular, read_regular
+from podium.records import EvalReport, Group, StepReport
+from podium.untrusted import open_regular, read_regular
 
 OUTSIDE = "flyte"
 """May exist in the folder before the run starts: the store of a runtime that starts the run."""
@@ -193,10 +199,7 @@ class RunFolder:
             self._write_restarts(before["total"], 0)
 
     def _read_restarts(self) -> dict[str, int]:
-        try:
-            return json.loads(read_regular(self._restarts))
-        except (OSError, ValueError):
-            return {"total": 0, "in_a_row": 0}
+        return {"total": 0, "in_a_row": 0} | _read_json(self._restarts)
 
     def _write_restarts(self, total: int, in_a_row: int) -> None:
         write_atomically(self._restarts, json.dumps({"total": total, "in_a_row": in_a_row}))
@@ -206,11 +209,7 @@ class RunFolder:
     @property
     def status(self) -> dict[str, Any]:
         """The contents of status.json; empty if there is none."""
-        try:
-            status = json.loads(read_regular(self._status))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        return _read_json(self._status)
 
     @property
     def state(self) -> str:
@@ -246,11 +245,7 @@ class RunFolder:
 
     def events_of(self, kind: str) -> Iterator[dict[str, Any]]:
         """The events of one kind; a line that a kill truncated is skipped."""
-        for line in self.events.read_text().splitlines() if self.events.exists() else ():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if event["event"] == kind:
-                    yield event
+        yield from (event for event in read_lines(self.events) if event is not None and event.get("event") == kind)
 
     def leftovers(self) -> list[Path]:
         """What a killed process left: unfinished files, and weights published for its engine."""
@@ -262,14 +257,42 @@ class RunFolder:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-class Ledger:
-    """One line of metrics per step, and every rollout exactly once."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a small file; empty if there is none, or it cannot be read."""
+    try:
+        return parsed(read_regular(path)) or {}
+    except OSError:
+        return {}
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+
+class Ledger:
+    """The record of what was trained: a line of metrics per step, and every rollout exactly once.
+
+    `decode` gives the text of a token id and is called once per id; without it, no tokens.jsonl is written.
+    """
+
+    def __init__(self, folder: RunFolder, decode: Callable[[int], str] | None = None) -> None:
+        self._folder, self._decode = folder, decode
         self._metrics_hash, self._metrics_bytes = hashlib.sha256(), 0
         self._rollouts_hash, self._rollout_files = hashlib.sha256(), 0
         self._written: set[Path] = set()
+        self._known: set[int] | None = None
+        """Token ids whose text is in tokens.jsonl."""
+
+    def write(self, report: StepReport) -> None:
+        """Records a step."""
+        self.add_line({"step": report.state.step, **_rounded(report.metrics)})
+        self.add_rollouts(report.state.step, list(rollout_lines(report)))
+        self._add_texts(set().union(*(rollout.token_ids for group in report.groups for rollout in group.rollouts)))
+
+    def evaluated(self, report: EvalReport) -> None:
+        """Records an evaluation. Its rollouts go to evals/step-000010.jsonl, which a checkpoint does not verify: a
+        repeated evaluation writes the same."""
+        line = {"step": report.step, "policy_version": report.policy_version, "eval": True}
+        self.add_line({**line, "time/eval_s": report.seconds, **_rounded(report.metrics)})
+        self._folder.evals.mkdir(exist_ok=True)
+        lines = b"".join(map(_json_line, held_out_lines(report.groups)))
+        write_atomically(self._folder.evals / f"step-{report.step:06d}.jsonl", lines.decode())
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         """Appends to metrics.jsonl."""
@@ -290,11 +313,18 @@ class Ledger:
         self._rollout_files += 1
         self._written |= {path, self._folder.rollouts}
 
-    def add_held_out(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Writes evals/step-000010.jsonl. A checkpoint does not verify it: a repeated evaluation writes the same."""
-        self._folder.evals.mkdir(exist_ok=True)
-        lines = b"".join(map(_json_line, rollouts))
-        write_atomically(self._folder.evals / f"step-{step:06d}.jsonl", lines.decode())
+    def _add_texts(self, token_ids: Set[int]) -> None:
+        if self._decode is None:
+            return
+        if self._known is None:
+            self._known = set(read_pieces(self._folder.tokens))
+        new = sorted(token_ids - self._known)
+        if not new:
+            return
+        self._known.update(new)
+        with self._folder.tokens.open("a", encoding="ascii") as file:
+            # The line break comes first: a kill may have truncated the previous line.
+            file.write("\n" + json.dumps({str(i): self._decode(i) for i in new}))
 
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
@@ -346,6 +376,131 @@ class Ledger:
         return paths[files:]
 
 
+def rollout_lines(report: StepReport) -> Iterator[dict[str, Any]]:
+    """One line per rollout, ordered by prompt and sample index. `logprob_gaps` are the trainer's logprobs minus the
+    sampler's; five digits are enough to see a gap."""
+    rows = [(group, index) for group in report.groups for index in range(len(group.rollouts))]
+    sampled = [group.rollouts[index].rollout_logprobs for group, index in rows]
+    seen = [_policy_logprobs(report, group, index) for group, index in rows]
+    both = [(policy, own) for policy, own in zip(seen, sampled, strict=True) if policy is not None]
+    assert all(len(policy) == len(own) for policy, own in both)
+    logprobs = _to_digits(sampled, 6)
+    gaps = _to_digits([policy for policy, _ in both], 5, minus=[own for _, own in both])
+    for (group, index), policy in zip(rows, seen, strict=True):
+        rollout = group.rollouts[index]
+        yield {
+            "ordinal": group.prompt.ordinal,
+            "sample_index": rollout.sample_index,
+            "seed": rollout.seed,
+            "policy_version": [rollout.policy_version_min, rollout.policy_version_max],
+            "trained": group.prompt.ordinal in report.kept and group.rewards[index] is not None,
+            "source": group.prompt.source,
+            "prompt": group.prompt.question,
+            "answer": group.prompt.answer,
+            **judged(group, index),
+            "advantage": round(group.advantages[index], 6),
+            "token_ids": list(rollout.token_ids),
+            "logprobs": next(logprobs),
+            **({} if policy is None else {"logprob_gaps": next(gaps)}),
+        }
+
+
+def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """One line per rollout of an evaluation."""
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            yield {
+                "ordinal": group.prompt.ordinal,
+                "sample_index": rollout.sample_index,
+                "prompt": group.prompt.question,
+                "answer": group.prompt.answer,
+                **judged(group, index),
+                "tokens": len(rollout.token_ids),
+            }
+
+
+def judged(group: Group, index: int) -> dict[str, Any]:
+    """A rollout's text, reward and finish reason."""
+    return {
+        "text": group.rollouts[index].text,
+        "reward": group.rewards[index],
+        "reward_parts": dict(group.reward_parts[index]),
+        "correct": group.correct[index],
+        "finish_reason": group.rollouts[index].finish_reason,
+    }
+
+
+def _policy_logprobs(report: StepReport, group: Group, index: int) -> Sequence[float] | None:
+    """The trainer's logprobs; None if the rollout was not trained or one of them is not finite."""
+    policy = report.policy_logprobs.get((group.prompt.ordinal, group.rollouts[index].digest))
+    is_known = policy is not None and group.rewards[index] is not None and all(map(math.isfinite, policy))
+    return policy if is_known else None
+
+
+def _to_digits(
+    lists: Sequence[Sequence[float]], digits: int, minus: Sequence[Sequence[float]] = ()
+) -> Iterator[list[float]]:
+    """Each list, minus the matching list of `minus` if given, rounded to `digits` decimals.
+
+    Rounds all numbers at once, which is seven times as fast as one by one. `+ 0.0` turns −0.0 into 0.0.
+    """
+    flat = np.fromiter(chain.from_iterable(lists), np.float64)
+    if minus:
+        flat -= np.fromiter(chain.from_iterable(minus), np.float64)
+    numbers = iter((np.round(flat, digits) + 0.0).tolist())
+    return (list(islice(numbers, len(values))) for values in lists)
+
+
+def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Nine significant digits: enough to compare runs, short enough to read."""
+    return {name: float(f"{value:.9g}") for name, value in metrics.items()}
+
+
+def read_pieces(path: Path) -> dict[int, str]:
+    """Token texts by id. Lines that are truncated or have another format are skipped."""
+    pieces: dict[int, str] = {}
+    for line in read_lines(path):
+        with suppress(ValueError):
+            pieces |= {int(i): str(text) for i, text in (line or {}).items()}
+    return pieces
+
+
+def read_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The objects in a file of JSON lines; None for a line that cannot be read. Empty without a file that can be."""
+    try:
+        return [parsed(raw) for raw in read_regular(path).splitlines()]
+    except OSError:
+        return []
+
+
+def parsed(raw: bytes) -> dict[str, Any] | None:
+    """The object in a JSON text; None if there is none, as in a line that a kill truncated. NaN and infinities, which
+    JSON does not have, become null."""
+    # orjson is fast; Python's parser accepts more.
+    for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):
+        try:
+            line = parse(raw)
+        except (ValueError, RecursionError):
+            continue
+        return line if isinstance(line, dict) else None
+    return None
+
+
+def piece_decoder(tokenizer: Any) -> Callable[[int], str]:
+    """From one id to its text. A tokenizer that marks spaces with ▁ drops a leading space when it decodes one token.
+
+    Uses the fast tokenizer inside transformers' own if there is one: it is five times as fast and changes no spaces.
+    """
+    beneath = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+
+    def decode(token_id: int) -> str:
+        text = beneath.decode([token_id], skip_special_tokens=False)
+        raw = tokenizer.convert_ids_to_tokens(token_id)
+        return f" {text}" if str(raw or "").startswith("▁") and not text.startswith(" ") else text
+
+    return decode
+
+
 def _json_line(value: Mapping[str, Any]) -> bytes:
     """Uses orjson, which is five times as fast, and Python's json for what orjson rejects, such as a lone surrogate."""
     try:
@@ -355,6 +510,17 @@ def _json_line(value: Mapping[str, Any]) -> bytes:
     for mark in LINE_ENDS:
         line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
     return line
+
+
+def flattened(value: Any, key: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys: {"run": {"seed": 0}} becomes {"run.seed": 0}. Tables in a list are numbered; an
+    empty table is a value."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or (key and not value):
+        return {key: value}
+    inner = (flattened(each, f"{key}.{name}".strip(".")) for name, each in value.items())
+    return dict(chain.from_iterable(found.items() for found in inner))
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -8,27 +8,23 @@ once; only what was not committed yet is lost.
 import asyncio
 import errno
 import gc
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 from podium import loop, loop_async
 from podium.check.calibrate import choose_engine, without_auto
 from podium.data.build import build_data, left_out, read_sources
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
-from podium.errors import CheckpointError, CrashLoopError, InputError, RunStopped, StorageError
+from podium.errors import CheckpointError, CrashLoopError, InputError, StorageError
 from podium.evaluation import Results, held_out_groups
 from podium.model.load import load_policy
+from podium.observer import StopSignal
 from podium.records import Group, RunState
 from podium.report.build import is_zero_gradient
 from podium.reward.build import build_scoring, check_rewards
@@ -40,7 +36,7 @@ from podium.runtime.wiring.stages import Placed, Wired, wire
 from podium.settings.contracts import user_code
 from podium.settings.lookup import find
 from podium.settings.tables import Settings
-from podium.terminal import warn
+from podium.untrusted import warn
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 UNTRAINED = 3
@@ -48,60 +44,6 @@ UNTRAINED = 3
 MAX_RESTARTS = 20
 """Resumes in a row that ended before a checkpoint, after which a resume is refused: the cause will not go away."""
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 0.05, 30.0
-GRACE_S = 30.0
-"""Seconds between a signal and the end of the process: what preemptible machines give, as Kubernetes and Slurm do."""
-
-
-class StopSignal:
-    """Context manager; the loop calls `requested`. After `GRACE_S` seconds the process ends in any case."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    _in_front: ClassVar["StopSignal | None"] = None
-    """The one of the main thread, which waits for a run in another thread."""
-
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._over = threading.Event()
-
-    @property
-    def number(self) -> int | None:
-        """The received signal; None if there was none."""
-        in_front = self._in_front or self
-        return in_front._number if self._number is None else self._number
-
-    def requested(self) -> bool:
-        return self.number is not None
-
-    def __enter__(self) -> "StopSignal":
-        """Python allows signal handlers only in the main thread; in other threads the main thread's handlers count."""
-        is_main = threading.current_thread() is threading.main_thread()
-        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main}
-        StopSignal._in_front = self if is_main else self._in_front
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._in_front is self:
-            StopSignal._in_front = None
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self._number is not None:
-            self._leave(number)
-        self._number = number
-        os.write(2, b"\npodium: stopping at the next safe point, with a commit; a second signal stops at once\n")
-        threading.Thread(target=self._wait_and_leave, args=(number,), name="grace", daemon=True).start()
-
-    def _wait_and_leave(self, number: int) -> None:
-        if not self._over.wait(GRACE_S):
-            os.write(2, f"podium: the {GRACE_S:g} s to stop are over; the checkpoints stay\n".encode())
-            self._leave(number)
-
-    def _leave(self, number: int) -> None:
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # the live table hides the cursor
-        os._exit(128 + number)
 
 
 @dataclass(frozen=True)
@@ -122,7 +64,7 @@ class Summary:
     """Held-out accuracy at the last evaluation."""
     skipped_steps: int
     dropped_groups: int
-    """Prompts on which an engine failed in every try."""
+    """Prompts on which every attempt of the engine failed."""
     restarts: int
     """How often the run was resumed."""
     folder: str
@@ -281,22 +223,14 @@ def _back_off(folder: RunFolder) -> None:
     time.sleep(min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2**in_a_row) if in_a_row > 1 else 0)
 
 
-async def _until_stopped(wired: Wired) -> RunState:
-    """Runs the loop. If a signal stops it during sampling, it ends with the last complete step."""
-    schedule = loop_async if wired.plan.max_lag else loop
-    with wired.watchdog.guarding():
-        try:
-            return await schedule.train(wired.stages, wired.plan)
-        except RunStopped:
-            return await wired.stages.checkpoint.commit_last()
-
-
 def _run(folder: RunFolder, wired: Wired, stop: StopSignal) -> Summary:
     """Runs the loop; however it ends, writes the status and releases the lock."""
     try:
         started = time.monotonic()
+        stages, schedule = wired.stages, loop_async if wired.plan.max_lag else loop
+        training = schedule.train(stages, wired.plan)
         with _old_objects_left_alone():
-            state = asyncio.run(_until_stopped(wired))
+            state = asyncio.run(stages.observer.run(training, stages.checkpoint.commit_last, wired.watchdog.guarding()))
         folder.note_progress()
         summary = _summary(state, wired, folder, stop, time.monotonic() - started)
         nothing = f"nothing was trained: {summary.untrained}" if summary.untrained else ""

@@ -26,7 +26,7 @@ from podium.settings.lookup import engine_traits, engines_in_workers, find
 from podium.settings.sections import Lora, Model
 from podium.settings.tables import Settings, override
 from podium.stages import Engine
-from podium.terminal import warn
+from podium.untrusted import warn
 
 MIN_TOKEN = 16
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000

@@ -24,10 +24,10 @@ from podium.model.device_thread import on_device_thread
 from podium.model.handoff import manifest_of, read_published
 from podium.model.load import Policy
 from podium.records import Request
-from podium.remote.files import read_regular
 from podium.remote.rollouts import Written, all_or_none
 from podium.server.door import Refusal
 from podium.stages import Engine
+from podium.untrusted import read_regular
 
 T = TypeVar("T")
 Scope = Literal["run", "engine"]

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from podium.settings.tables import Settings
 
 
+MOST_ROLLOUTS = 10_000_000
+"""Most rollouts at a time; more than any machine could hold is a typing error."""
+
+
 def refuse(settings: "Settings", rules: "Callable[[Settings], Iterator[str]]") -> None:
     """Raises `InputError` with the first sentence that the rules have against the settings."""
     for sentence in rules(settings):
@@ -41,8 +45,11 @@ def of_sections(s: "Settings") -> Iterator[str]:
         )
     if not s.data:
         yield "data: at least one [[data]] table is needed"
+    if any(choice.name == "jsonl" for choice in s.report):
+        yield "report 'jsonl' has no effect: it is always written; remove its table"
     yield from _of_model(s)
     yield from _of_sampling(s)
+    yield from _of_amounts(s)
 
 
 def _of_model(s: "Settings") -> Iterator[str]:
@@ -80,6 +87,30 @@ def _of_sampling(s: "Settings") -> Iterator[str]:
                 f"rollout.{key} = {given}: the trainer's logprobs are of the whole distribution, so training on a cut "
                 f"one would be wrong in silence; remove it (eval.{key} is fine)"
             )
+
+
+def _of_amounts(s: "Settings") -> Iterator[str]:
+    plan = s.plan
+    prompts = plan.prompts_ahead if plan.max_lag else min(plan.prompts_ahead, plan.steps * plan.prompts_per_step)
+    if (at_once := prompts * plan.rollouts_per_prompt) > MOST_ROLLOUTS:
+        yield (
+            f"run.prompts_per_step = {plan.prompts_per_step} with rollouts_per_prompt = {plan.rollouts_per_prompt}, "
+            f"sync_every = {plan.sync_every} and max_lag = {plan.max_lag} samples {at_once:,} rollouts at a time; at "
+            f"most {MOST_ROLLOUTS:,} are possible: lower one of them"
+        )
+    weighed = [index for index, source in enumerate(s.data) if source.weight is not None]
+    for index in weighed:
+        if s.data[index].rows is not None:
+            yield f"data[{index}].weight and data[{index}].rows both say how much is drawn; remove one"
+    if weighed and len(s.data) == 1:
+        yield "data[0].weight has no effect on the only table; remove it, or add another [[data]] table"
+    for index in range(len(s.data)):
+        if weighed and index not in weighed:
+            yield f"data[{index}] has no weight and data[{weighed[0]}] has one; give each table one, or none"
+    for index, source in enumerate(s.eval.data):
+        for key in ("weight", "rows"):
+            if getattr(source, key) is not None:
+                yield f"eval.data[{index}].{key} has no effect: evaluation takes every row once; max_rows takes fewer"
 
 
 def of_options(s: "Settings") -> Iterator[str]:

@@ -14,29 +14,25 @@ from podium.settings.contracts import ModelName, Place, Temperature, TopP, check
 from podium.settings.lookup import find, option_fields, validate_options
 
 
-class Keys(BaseModel):
-    """What sections and choices share: each key's help is the text under it."""
-
-    @classmethod
-    def key_help(cls) -> list[tuple[str, str, str]]:
-        """(key, default, help) of each key of its own."""
-        fields = {name: field for name, field in cls.model_fields.items() if name != "name" or issubclass(cls, Section)}
-        return [
-            (name, _plain(field.default, field.is_required()), " ".join((field.description or "").split()))
-            for name, field in fields.items()
-        ]
-
-
-class Section(Keys):
+class Section(BaseModel):
     """A table with a fixed set of keys; the text under a key is its help."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
+    @classmethod
+    def key_help(cls) -> list[tuple[str, str, str]]:
+        """(key, default, help) of each key, without the name of a choice."""
+        return [
+            (name, _plain(field.default, field.is_required()), " ".join((field.description or "").split()))
+            for name, field in cls.model_fields.items()
+            if name != "name" or not issubclass(cls, Choice)
+        ]
 
-class Choice(Keys):
+
+class Choice(Section):
     """A table whose `name` chooses a file; the other keys are that file's options."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: str
     """The file (see `podium list`), or `module:object`, or `path.py:object`."""
@@ -57,7 +53,8 @@ class Choice(Keys):
             )
         options = validate_options(where, found, self.options)
         check_call(stage, f"{where}.name", self.name, found, options)
-        return type(self).model_validate({**_own_fields(self), **options})
+        own = {key: getattr(self, key) for key in type(self).model_fields}
+        return type(self).model_validate({**own, **options})
 
 
 class Run(Section):
@@ -338,11 +335,7 @@ def _plain(default: Any, is_required: bool) -> str:
     return "a table" if isinstance(default, BaseModel) else "unset" if default is None else repr(default)
 
 
-def _own_fields(choice: Choice) -> dict[str, Any]:
-    return {name: getattr(choice, name) for name in type(choice).model_fields}
-
-
-SECTIONS: dict[str, type[Section] | type[Choice]] = {
+SECTIONS: dict[str, type[Section]] = {
     "run": Run,
     "model": Model,
     "model.lora": Lora,

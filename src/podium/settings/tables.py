@@ -1,8 +1,8 @@
 """A run is one TOML file; dotted flags override it.
 
-Sections whose `name` chooses a file (data, rollout, engine, reward, advantage, loss, trainer, sync, report, runtime)
-take that file's options beside it; `resolve` checks them against its signature. Every key lives in one place, and a
-key that nothing reads is an error.
+In sections whose `name` chooses a file (data, rollout, engine, reward, advantage, loss, trainer, sync, report, runtime)
+the other keys are that file's options; `resolve` checks them against its signature. Every key lives in one place, and
+a key that nothing reads is an error.
 """
 
 import re
@@ -36,8 +36,6 @@ from podium.settings.sections import (
 
 SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
 SECRET_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-MOST_ROLLOUTS = 10_000_000
-"""Most rollouts in flight; more is a typing error."""
 CHOICES = ("rollout", "engine", "advantage", "loss", "trainer", "sync", "runtime")
 """Sections with one table whose `name` chooses a file."""
 
@@ -78,6 +76,11 @@ class Settings(Section):
         except ValidationError as error:
             raise InputError(_with_choices(cls, error)) from None
 
+    @classmethod
+    def stored(cls, text: str) -> "Settings":
+        """The same from the settings that a run or a checkpoint stored, which may be of the first version."""
+        return cls.from_dict(of_first_version(tomllib.loads(text)))
+
     @model_validator(mode="before")
     @classmethod
     def _names_filled_in(cls, tables: Any) -> Any:
@@ -98,8 +101,6 @@ class Settings(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "Settings":
         refuse(self, of_sections)
-        _refuse_endless_windows(self.plan)
-        _refuse_half_a_mixture(self.data, self.eval.data)
         return self
 
     def resolve(self) -> "Settings":
@@ -190,17 +191,6 @@ class Settings(Section):
         return tomli_w.dumps(self.to_dict())
 
 
-def _refuse_endless_windows(plan: Plan) -> None:
-    """More rollouts at a time than any machine could hold; the settings' size is a slip then."""
-    prompts = plan.prompts_ahead if plan.max_lag else min(plan.prompts_ahead, plan.steps * plan.prompts_per_step)
-    if (at_once := prompts * plan.rollouts_per_prompt) > MOST_ROLLOUTS:
-        raise InputError(
-            f"run.prompts_per_step = {plan.prompts_per_step} with rollouts_per_prompt = {plan.rollouts_per_prompt}, "
-            f"sync_every = {plan.sync_every} and max_lag = {plan.max_lag} samples {at_once:,} rollouts at a time; at "
-            f"most {MOST_ROLLOUTS:,} are possible: lower one of them"
-        )
-
-
 def _several_updates(trainer: Mapping[str, Any]) -> str | None:
     """The setting by which a rollout is trained by a policy that was updated since the step began."""
     keys = ("epochs_per_batch", "minibatches_per_step")
@@ -231,27 +221,6 @@ def _refuse_secrets(value: Any, path: tuple[str, ...] = ()) -> None:
             )
         if SECRET_URL.search(value):
             raise InputError(f"{where} is a URL with a password in it, and settings are saved; take it out")
-
-
-def _refuse_half_a_mixture(data: list[DataSource], held_out: list[DataSource]) -> None:
-    """Weights are shares of one another, so every table has one or none has."""
-    weighed = [index for index, source in enumerate(data) if source.weight is not None]
-    for index in weighed:
-        if data[index].rows is not None:
-            raise InputError(f"data[{index}].weight and data[{index}].rows both say how much is drawn; remove one")
-    if weighed and len(data) == 1:
-        raise InputError("data[0].weight has no effect on the only table; remove it, or add another [[data]] table")
-    for index in range(len(data)):
-        if weighed and index not in weighed:
-            raise InputError(
-                f"data[{index}] has no weight and data[{weighed[0]}] has one; give each table one, or none"
-            )
-    for index, source in enumerate(held_out):
-        for key in ("weight", "rows"):
-            if getattr(source, key) is not None:
-                raise InputError(
-                    f"eval.data[{index}].{key} has no effect: evaluation takes every row once; max_rows takes fewer"
-                )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

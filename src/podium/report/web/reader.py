@@ -13,14 +13,12 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import NoneType
 from typing import Any
 
-import orjson
-
-from podium.remote.files import open_regular, read_regular
-from podium.report.jsonl import read_pieces
-from podium.run.folder import RunFolder
+from podium.run.folder import RunFolder, parsed, read_lines, read_pieces
+from podium.untrusted import open_regular, read_regular
 
 LAPS = ("report", "sync", "eval", "checkpoint", "rollout", "pack", "train")
 """Stages in the order in which they follow each other from one step's report to the next. Together they are the wall
@@ -94,7 +92,7 @@ class GrowingFile:
         self._offset += len(whole)
         self._tail = whole[-200:] or (b"" if is_new else self._tail)
         raws = whole.splitlines()
-        lines = [line for raw in raws if (line := _parsed(raw)) is not None]
+        lines = [line for raw in raws if (line := parsed(raw)) is not None]
         self.passed_over = len(raws) - len(lines)
         return lines, is_new
 
@@ -198,11 +196,8 @@ class RunReader:
 
     def _lines_of(self, step: int) -> list[dict[str, Any]]:
         path = self.folder.rollouts / f"step-{step:06d}.jsonl"
-        try:
-            lines = [_parsed(raw) or {} for raw in read_regular(path).splitlines()]
-        except OSError:
-            return []
-        whole = [line for line in lines if is_whole(line)]
+        lines = read_lines(path)
+        whole = [line for line in lines if line is not None and is_whole(line)]
         self.unreadable[f"rollouts/{path.name}"] = len(lines) - len(whole)
         return whole
 
@@ -221,18 +216,6 @@ def _fits(line: dict[str, Any], kinds: dict[str, Any]) -> bool:
         for key, value in line.items()
         if key in kinds
     )
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """None for a line that a kill truncated. NaN and infinities, which JSON does not have, become null."""
-    # orjson is fast; Python's parser accepts more.
-    for parse in (orjson.loads, lambda raw: json.loads(raw, parse_constant=lambda _: None)):
-        try:
-            line = parse(raw)
-        except (ValueError, RecursionError):
-            continue
-        return line if isinstance(line, dict) else None
-    return None
 
 
 def run_card(tables: Mapping[str, Any], folder: Path, steps: int) -> dict[str, Any]:
@@ -259,15 +242,6 @@ def _section(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Empty if it is not a table: settings.toml may have been edited by hand."""
     found = tables.get(name)
     return found if isinstance(found, Mapping) else {}
-
-
-def flattened(tables: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys: {"run": {"seed": 0}} becomes {"run.seed": 0}. Tables in a list are numbered."""
-    if isinstance(tables, list) and tables and all(isinstance(each, dict) for each in tables):
-        tables = {str(number): each for number, each in enumerate(tables)}
-    if not isinstance(tables, dict):
-        return {prefix.removesuffix("."): tables}
-    return {key: value for name, each in tables.items() for key, value in flattened(each, f"{prefix}{name}.").items()}
 
 
 class Series:
@@ -318,17 +292,13 @@ class Series:
         """`steps`, `stride` (steps per point) and `columns`: name → `mean`, and `low` and `high` if stride > 1."""
         stride = -(-len(self.steps) // max_points) or 1
         places = range(0, len(self.steps), stride)
+        kinds = {"mean": fmean} if stride == 1 else {"mean": fmean, "low": min, "high": max}
         columns: dict[str, dict[str, list[float | None]]] = {}
         for name in self._columns:
             values = self.column(name)
-            if stride == 1:
-                columns[name] = {"mean": [None if value is None else short(value) for value in values]}
-                continue
             buckets = [[v for v in values[place : place + stride] if v is not None] for place in places]
             columns[name] = {
-                "mean": [short(math.fsum(bucket) / len(bucket)) if bucket else None for bucket in buckets],
-                "low": [short(min(bucket)) if bucket else None for bucket in buckets],
-                "high": [short(max(bucket)) if bucket else None for bucket in buckets],
+                kind: [short(of(bucket)) if bucket else None for bucket in buckets] for kind, of in kinds.items()
             }
         ends = [self.steps[min(place + stride, len(self.steps)) - 1] for place in places]
         return {"steps": ends, "stride": stride, "columns": columns}

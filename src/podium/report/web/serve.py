@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from podium.errors import InputError
 from podium.report.page import explanations, page_data, render, to_json
-from podium.report.web.reader import LAPS, RunReader, Series, flattened, run_card
-from podium.run.folder import RunFolder
+from podium.report.web.reader import LAPS, RunReader, Series, run_card
+from podium.run.folder import RunFolder, flattened
 
 HOST = "127.0.0.1"
 USUAL_PORT = 8787

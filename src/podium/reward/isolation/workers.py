@@ -17,7 +17,7 @@ from typing import Any
 
 from podium.remote.fork_server import Child, ForkServer, Relay, RemoteError, StartError
 from podium.remote.fork_server_process import Limits
-from podium.terminal import warn
+from podium.untrusted import warn
 
 START_S = 120.0
 """Limit for making the object, and for a worker to report that it runs."""

@@ -31,7 +31,7 @@ from typing import Any, Literal
 from podium.errors import InputError
 from podium.reward.sandbox.inside import launch  # importing it here also leaves it compiled for the sandbox
 from podium.reward.sandbox.inside.plain import framed, from_plain, plain
-from podium.terminal import warn
+from podium.untrusted import warn
 
 Sandbox = Literal["bubblewrap", "weak"]
 INSIDE = Path(launch.__file__).parent

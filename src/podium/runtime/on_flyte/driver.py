@@ -24,6 +24,7 @@ from typing import Any
 
 import podium
 from podium.errors import CheckpointError, InputError
+from podium.observer import StopSignal
 from podium.run.checkpoint import list_checkpoints, step_of
 from podium.run.folder import OUTSIDE, RunFolder
 from podium.runtime import on_flyte as where
@@ -31,7 +32,7 @@ from podium.runtime.on_flyte import Dir, errors, flyte, quietly, storage
 from podium.runtime.on_flyte.tasks import as_podium_error, fetch_model, final_if_named, stored
 from podium.runtime.ranks.launch import run_job
 from podium.settings.tables import CHOICES, Settings
-from podium.terminal import warn
+from podium.untrusted import warn
 
 LEFT_OUT = {"lock", "checkpoints", "final", "weights", "stacks.txt", OUTSIDE}
 """Entries of a run folder that are not stored as history; of the checkpoints the newest is stored."""
@@ -155,8 +156,6 @@ def _kept(folder: Path, files: list[Path]) -> Dir:
 
 def run_locally(job: dict[str, Any]) -> dict[str, Any]:
     """The user's command in local mode; returns the run's summary."""
-    from podium.run.start import StopSignal  # which imports this runtime
-
     settings = Settings.from_dict(job["settings"])
     folder = RunFolder(Path(job["folder"] or settings.run.folder or ""))
     raw = folder.outside / "raw"

@@ -27,7 +27,7 @@ from podium.errors import InputError, PodiumError, RankError
 from podium.run.folder import RunFolder
 from podium.runtime.ranks.line import join
 from podium.settings.tables import Settings
-from podium.terminal import warn
+from podium.untrusted import warn
 
 START_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other in a collective call before the run fails."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podium.advantage.build import build_advantages
-from podium.data.build import ReadSource, RunData, read_sources
+from podium.data.build import RunData, Source, read_sources
 from podium.evaluation import HeldOut
 from podium.filter import build_filter
 from podium.observer import Observer
@@ -22,12 +22,11 @@ from podium.report.page import Page
 from podium.reward.build import check_rewards
 from podium.reward.scoring.stage import Scoring
 from podium.run.build import build_checkpoint, check_start
-from podium.run.checkpoint import SavedTrainer
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, piece_decoder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.settings.tables import Settings
-from podium.stages import Stages, StartRollouts, Sync
+from podium.stages import SavedTrainer, Stages, StartRollouts, Sync
 
 
 class PlacedEngine(Protocol):
@@ -60,7 +59,7 @@ class Placed:
     """Gives the trainer the weights that a new run starts from."""
     restored: Callable[[RunState, Path | None], None] = lambda state, place: None
     """Called with the state that the run begins with, and its checkpoint."""
-    store: Callable[[Path], None] = lambda place: None
+    store: Callable[[Path], None] | None = None
     """Copies each new checkpoint to where the next attempt finds it."""
     page: type[Page] | None = None
     """A page of the runtime's own, in place of the report `page`."""
@@ -91,7 +90,7 @@ class Wired:
                 last_first.callback(close)
 
 
-def read_rows(settings: Settings) -> tuple[list[ReadSource], list[ReadSource]]:
+def read_rows(settings: Settings) -> tuple[list[Source], list[Source]]:
     """The training rows and the held-out rows, after all checks that need no model."""
     check_rewards(settings)
     check_start(settings)
@@ -108,15 +107,14 @@ def wire(
     console_mode: str | None,
 ) -> Wired:
     """`step` names the checkpoint to continue from."""
-    ledger, plan, data, held_out = Ledger(folder), placed.data.plan, placed.data.train, placed.data.held_out
+    ledger = Ledger(folder, piece_decoder(placed.tokenizer))
+    plan, data, held_out = placed.data.plan, placed.data.train, placed.data.held_out
     tokens = placed.memory.max_tokens_per_batch
-    reports = build_reports(
-        settings, folder, ledger, console_mode, placed.tokenizer, plan.steps, tokens, placed.data.notes, placed.page
-    )
+    reports = build_reports(settings, folder, ledger, console_mode, plan.steps, tokens, placed.data.notes, placed.page)
     observer = Observer(
         event=folder.event,
         stop_requested=stop_requested,
-        engine_version=lambda: placed.engine.policy_version,
+        engine=placed.engine,
         channel=type(placed.sync).__name__.lower(),
     )
     stages = Stages(
@@ -145,7 +143,7 @@ def wire(
             placed.rollout("eval"),
             placed.scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
-            lambda state: data.end(state) is not None,
+            data.end,
             settings.eval.every,
             reports.evaluated,
             settings.eval.ks,

@@ -7,37 +7,36 @@ from transformers import AutoTokenizer
 
 from podium.model.load import EMBEDDED
 from podium.records import EvalReport, StepReport
-from podium.report.jsonl import Jsonl, Pieces, piece_decoder, read_pieces, rollout_lines
-from podium.run.folder import Ledger, RunFolder
+from podium.run.folder import Ledger, RunFolder, piece_decoder, read_pieces, rollout_lines
 from tests.builders import make_group, make_prompt, make_rollout, make_step_report
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Jsonl:
-    return Jsonl(Ledger(RunFolder(tmp_path)))
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(RunFolder(tmp_path))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_is_one_line_of_metrics_and_one_file_of_rollouts(report: Jsonl, tmp_path: Path) -> None:
-    report.write(make_step_report(step=1, reward__mean=0.5))
-    report.write(make_step_report(make_group((0.0, 0.1, 0.2)), make_group(), step=2, reward__mean=0.75))
+def test_a_step_is_one_line_of_metrics_and_one_file_of_rollouts(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.write(make_step_report(step=1, reward__mean=0.5))
+    ledger.write(make_step_report(make_group((0.0, 0.1, 0.2)), make_group(), step=2, reward__mean=0.75))
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     assert [len(lines(tmp_path / "rollouts" / f"step-00000{i}.jsonl")) for i in (1, 2)] == [2, 5]
 
 
-def test_an_evaluation_is_a_line_that_says_so(report: Jsonl, tmp_path: Path) -> None:
-    report.evaluated(EvalReport(4, 3, {"eval/accuracy": 0.25}, 1.5))
+def test_an_evaluation_is_a_line_that_says_so(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.evaluated(EvalReport(4, 3, {"eval/accuracy": 0.25}, 1.5))
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 4, "policy_version": 3, "eval": True, "time/eval_s": 1.5, "eval/accuracy": 0.25}
     ]
     assert not (tmp_path / "rollouts").exists()
 
 
-def test_metrics_have_nine_digits(report: Jsonl, tmp_path: Path) -> None:
-    report.write(make_step_report(loss__total=-1 / 3, optim__lr=1e-5, pack__tokens=123456.0))
+def test_metrics_have_nine_digits(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.write(make_step_report(loss__total=-1 / 3, optim__lr=1e-5, pack__tokens=123456.0))
     line = lines(tmp_path / "metrics.jsonl")[0]
     assert (line["loss/total"], line["optim/lr"], line["pack/tokens"]) == (-0.333333333, 1e-5, 123456.0)
 
@@ -119,9 +118,9 @@ def test_the_text_of_every_token_is_kept_once(tmp_path: Path) -> None:
         return f"<{token_id}>"
 
     folder = RunFolder(tmp_path)
-    report = Jsonl(Ledger(folder), Pieces(folder.tokens, decode))
-    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (8, 24, 8, 2)),)), step=1))
-    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (2, 9)),)), step=2))
+    ledger = Ledger(folder, decode)
+    ledger.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (8, 24, 8, 2)),)), step=1))
+    ledger.write(make_step_report(make_group((0.0,), rollouts=(make_rollout("x", (2, 9)),)), step=2))
     assert asked == [2, 8, 24, 9]
     assert read_pieces(folder.tokens) == {2: "<2>", 8: "<8>", 24: "<24>", 9: "<9>"}
 
@@ -129,8 +128,8 @@ def test_the_text_of_every_token_is_kept_once(tmp_path: Path) -> None:
 def test_the_texts_of_tokens_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_text('\n{"8": "a"}\n{"24": "b')
-    pieces = Pieces(path, str)
-    pieces.add({8, 24})
+    rollout = make_rollout("x", (8, 24))
+    Ledger(RunFolder(tmp_path), str).write(make_step_report(make_group((0.0,), rollouts=(rollout,))))
     assert read_pieces(path) == {8: "a", 24: "24"}
 
 
@@ -154,18 +153,18 @@ def test_a_rollout_counts_as_trained_only_if_its_group_was_kept_and_it_has_a_rew
 
 
 @pytest.mark.parametrize("end", ["", "\ud800"])
-def test_no_text_of_a_rollout_can_break_a_line(end: str, report: Jsonl, tmp_path: Path) -> None:
+def test_no_text_of_a_rollout_can_break_a_line(end: str, ledger: Ledger, tmp_path: Path) -> None:
     """The second is nothing that orjson would write."""
     hostile = f'a\n{{"step": 9}}\r\u2028\x00"{end}'
-    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(hostile),))))
+    ledger.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(hostile),))))
     (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines()
     assert json.loads(line)["text"] == hostile
 
 
-def test_lines_are_lines_to_every_reader(report: Jsonl, tmp_path: Path) -> None:
+def test_lines_are_lines_to_every_reader(ledger: Ledger, tmp_path: Path) -> None:
     """orjson leaves some line ends as they are, at which Python's str.splitlines ends a line."""
     text = "a\x85b\u2028c\u2029d\x0ce é ✓"
-    report.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(text),))))
+    ledger.write(make_step_report(make_group((0.0,), rollouts=(make_rollout(text),))))
     (line,) = (tmp_path / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["text"] == text
 
@@ -175,13 +174,6 @@ def test_logprobs_have_six_digits_behind_the_point_and_no_negative_zero(value: f
     rollout = make_rollout(rollout_logprobs=(value,) * 3)
     [line] = rollout_lines(make_step_report(make_group((0.0,), rollouts=(rollout,))))
     assert [repr(number) for number in line["logprobs"]] == [repr(round(value, 6) + 0.0)] * 3
-
-
-def test_starting_finishing_and_failing_write_nothing(report: Jsonl, tmp_path: Path) -> None:
-    report.start({"steps": 1}, [])
-    report.finish({"state": "finished"})
-    report.fail()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_tokenizer_beneath_gives_the_texts_that_transformers_gives() -> None:
