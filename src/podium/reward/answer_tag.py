@@ -6,8 +6,7 @@ row's answer is an integer, or a text with such a block.
 
 from typing import Any
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_within, decimals_in, expected_integer, last_block
+from podium.reward.scoring.verifiers import answer_within, decimals_in, expected_integer, last_block, verifier
 
 
 def label(answer: Any) -> str:

@@ -6,8 +6,7 @@
 import re
 
 from podium.records import Prompt
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import GROUPED, MINUS, decimals_in, expected_integer
+from podium.reward.scoring.verifiers import GROUPED, MINUS, decimals_in, expected_integer, verifier
 
 MARKER = "####"
 FOLLOWING = re.compile(rf"\s*([{MINUS}]?(?:{GROUPED}))(?![0-9]|[.,/][0-9])")

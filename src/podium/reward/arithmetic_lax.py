@@ -7,8 +7,7 @@ marker, so `arithmetic` is the better reward where it gives any signal.
 import re
 
 from podium.reward.arithmetic import MARKER, after_marker
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import decimals_in, expected_integer
+from podium.reward.scoring.verifiers import decimals_in, expected_integer, verifier
 
 INTEGER = re.compile(r"-?[0-9]+(?!\.?[0-9])")
 

@@ -4,8 +4,7 @@ Normal form: lower case, without punctuation and the articles a, an and the, whi
 is a list, any of its texts is right.
 """
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import expected_texts, is_any_of
+from podium.reward.scoring.verifiers import expected_texts, is_any_of, verifier
 
 
 @verifier(expected_texts, inline=True)

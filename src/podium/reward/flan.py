@@ -3,8 +3,7 @@
 Without those words the score is 0. If `answer` is a list, any of its texts is right.
 """
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_within, expected_texts, is_any_of
+from podium.reward.scoring.verifiers import answer_within, expected_texts, is_any_of, verifier
 
 MARKER = "The answer is:"
 

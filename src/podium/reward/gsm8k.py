@@ -10,8 +10,7 @@ import re
 from typing import Any
 
 from podium.errors import InputError
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_as_text, last_readings, numbers_in
+from podium.reward.scoring.verifiers import answer_as_text, last_readings, numbers_in, verifier
 
 MARKER = "####"
 SCALE = re.compile(r"[0-9]\s*(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)

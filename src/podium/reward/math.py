@@ -14,8 +14,7 @@ from typing import Any
 from podium.errors import InputError
 from podium.reward.math_answers import same_answer
 from podium.reward.math_answers.spelling import normal
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_as_text, answer_within, last_block
+from podium.reward.scoring.verifiers import answer_as_text, answer_within, last_block, verifier
 
 TAIL = 100_000
 """Only this many characters at the end of a text are searched."""

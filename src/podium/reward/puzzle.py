@@ -3,8 +3,7 @@
 `<answer>` tags do not count. If `answer` is a list, any of its texts is right.
 """
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import expected_texts, is_any_of, without_answer_tags
+from podium.reward.scoring.verifiers import expected_texts, is_any_of, verifier, without_answer_tags
 
 
 @verifier(expected_texts)

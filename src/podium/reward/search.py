@@ -3,8 +3,7 @@
 The answer is a text or a list of texts, any of which is right; the list may be written as JSON.
 """
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_within, expected_texts_or_json, is_any_of, search_answer
+from podium.reward.scoring.verifiers import answer_within, expected_texts_or_json, is_any_of, search_answer, verifier
 
 
 @verifier(expected_texts_or_json, gold=answer_within("<answer>", "</answer>"))

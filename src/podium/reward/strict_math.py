@@ -5,8 +5,7 @@ Answers are compared as `math` compares them.
 
 from podium.reward.math import expected_answer, last_boxed, usable
 from podium.reward.math_answers import same_answer
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import answer_within
+from podium.reward.scoring.verifiers import answer_within, verifier
 
 
 @verifier(expected_answer, gold=answer_within(r"\boxed{", "}"))

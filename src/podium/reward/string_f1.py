@@ -3,8 +3,7 @@
 `<answer>` tags do not count. F1 is twice the shared words over all words of both.
 """
 
-from podium.reward.scoring.answers import verifier
-from podium.reward.scoring.verifiers import expected_texts, without_answer_tags, word_f1
+from podium.reward.scoring.verifiers import expected_texts, verifier, without_answer_tags, word_f1
 
 
 @verifier(expected_texts)
