@@ -7,6 +7,7 @@ loops of the run. Callers await from their own event loop.
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,7 +33,11 @@ class LoopThread:
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine in the thread and returns its result; cancelling the call cancels the coroutine."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        return await asyncio.wrap_future(self.start(coroutine))
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs the coroutine in the thread; the caller may wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def finish(self, last: Coroutine[Any, Any, None], limit_s: float) -> None:
         """Runs `last` in the thread, cancels all other tasks there and ends the thread."""
@@ -40,8 +45,8 @@ class LoopThread:
             last.close()
             return
         try:
-            asyncio.run_coroutine_threadsafe(last, self._loop).result(limit_s)
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(limit_s)
+            self.start(last).result(limit_s)
+            self.start(_cancel_others()).result(limit_s)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(limit_s)

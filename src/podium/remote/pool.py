@@ -16,7 +16,6 @@ ends. Its event loop does not answer several pings in a row. The caller's own `w
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -161,46 +160,43 @@ class Member(Generic[W]):
     idle_since: float = field(default_factory=monotonic)
     not_before: float = 0.0
     """Until then it gets no request."""
-    lost: str | None = None
-    """Why it is out of service for good."""
-    fault: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Set when a request finds the member broken; the pool then takes it out of service."""
-    open: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Its open requests."""
+    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Why it gets no more work; set once. The pool then ends the member."""
 
-    def mark_broken(self, reason: str) -> None:
-        if not self.fault.done():
-            self.fault.set_result(reason)
+    def mark_lost(self, reason: str) -> None:
+        """Also ends its open requests."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
 
-    async def attempt(self, work: Awaitable[Any], limit_s: float) -> Any:
+    def has_room(self, size: int) -> bool:
+        """Work larger than the limit goes to a member that has no other work."""
+        is_free = self.num_in_flight == 0 or self.num_in_flight + size <= self.limit.size
+        return is_free and not self.lost.done() and monotonic() >= self.not_before
+
+    async def attempt(self, work: Awaitable[T], limit_s: float) -> T:
         """Awaits `work`. Raises `WorkerError` as soon as the member is lost."""
         task = asyncio.ensure_future(work)
-        self.open.add(task)
         try:
-            async with asyncio.timeout(limit_s):
-                return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self.lost is not None and current is not None and not current.cancelling():
-                raise WorkerError(self.lost) from None
-            raise
-        except TimeoutError:
-            raise WorkerError(f"no answer within {limit_s:g} s") from None
+            await asyncio.wait({task, self.lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise WorkerError(self.lost.result() if self.lost.done() else f"no answer within {limit_s:g} s")
         finally:
-            self.open.discard(task)
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 M = TypeVar("M", bound=Member[Any])
 
 
 class Members(Generic[M]):
-    """The members in service."""
+    """The members in service, and the work that waits for room."""
 
     def __init__(self) -> None:
         self._members: list[M] = []
-        self._waiting: deque[tuple[int, M | None, asyncio.Future[M]]] = deque()
         self._failure: BaseException | None = None
+        self._num_waiting = 0
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         self.waiting_since: float | None = None
         """Since when work has been waiting for room."""
 
@@ -212,72 +208,52 @@ class Members(Generic[M]):
 
     def add(self, member: M) -> None:
         self._members.append(member)
-        self._assign()
+        self._changed.set()
 
     def remove(self, member: M, reason: str) -> None:
         """Takes the member out of service for good and ends its open requests."""
-        member.lost = reason
+        member.mark_lost(reason)
         if member in self._members:
             self._members.remove(member)
-        for task in list(member.open):
-            task.cancel()
 
     def fail(self, error: BaseException) -> None:
         """Raises `error` in all waiting and future calls of `acquire`."""
         self._failure = error
-        while self._waiting:
-            *_, assigned = self._waiting.popleft()
-            if not assigned.done():
-                assigned.set_exception(error)
+        self._changed.set()
 
     async def acquire(self, size: int, first: M | None = None) -> M:
         """`first` if it has room for work of this size; else the member with the least work in flight, once one has
         room."""
-        if self._failure is not None:
-            raise self._failure
-        assigned: asyncio.Future[M] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, first, assigned))
-        self._assign()
+        self._num_waiting += 1
         try:
-            return await assigned
-        except asyncio.CancelledError:
-            if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
-                self.release(assigned.result(), size)
-            raise
+            async with self._turn:  # whoever has waited longest is next
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._changed.clear()
+                    if (member := self._with_room(size, first)) is not None:
+                        member.num_in_flight += size
+                        return member
+                    self.waiting_since = self.waiting_since or monotonic()
+                    await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.waiting_since = None
 
     def release(self, member: M, size: int) -> None:
         member.num_in_flight -= size
         if member.num_in_flight == 0:
             member.idle_since = monotonic()
-        self._assign()
+        self._changed.set()
 
     def rest(self, member: M, for_s: float) -> None:
         """Gives the member no new work for a while."""
         member.not_before = monotonic() + for_s
-        asyncio.get_running_loop().call_later(for_s, self._assign)
+        asyncio.get_running_loop().call_later(for_s, self._changed.set)
 
-    def _assign(self) -> None:
-        while self._waiting:
-            size, first, assigned = self._waiting[0]
-            if not assigned.done():
-                member = self._with_room(size, first)
-                if member is None:
-                    self.waiting_since = self.waiting_since or monotonic()
-                    return
-                member.num_in_flight += size
-                assigned.set_result(member)
-            self._waiting.popleft()
-        self.waiting_since = None
-
-    def _with_room(self, size: int, first: M | None) -> M | None:
-        """Work larger than a member's limit goes to a member that has no other work."""
-        now = monotonic()
-        free = [
-            member
-            for member in self._members
-            if now >= member.not_before
-            and (member.num_in_flight == 0 or member.num_in_flight + size <= member.limit.size)
-        ]
+    def _with_room(self, size: int, first: M | None = None) -> M | None:
+        free = [member for member in self._members if member.has_room(size)]
         return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
 
 
@@ -376,7 +352,7 @@ class Pool(Generic[M]):
                 self.members.rest(member, REST_S)
                 member.failed += 1
                 if member.failed >= MAX_FAILED:
-                    member.mark_broken(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
+                    member.mark_lost(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
                 if len(reasons) <= rules.max_redispatches:
                     self._on_event("redispatched", worker=member.name, **details(), reason=reasons[-1])
             else:
@@ -416,7 +392,6 @@ class Pool(Generic[M]):
 
     def discard(self, member: M, reason: str) -> None:
         """Takes the member out of service; it is ended and replaced."""
-        member.mark_broken(reason)
         self.members.remove(member, reason)
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -519,7 +494,7 @@ class Pool(Generic[M]):
         """Waits until the member is lost and says why. The end of its process causes the other signs, so it is named
         first."""
         ending = asyncio.ensure_future(member.worker.exited())
-        signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.fault)]
+        signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.lost)]
         if self._watch is not None:
             signs.append(self._watch(member))
         tasks = {ending, *map(asyncio.ensure_future, signs)}
@@ -575,7 +550,7 @@ class Pool(Generic[M]):
             for_s = monotonic() - member.idle_since
             if for_s > self.rules.idle_s:
                 replica.retiring = True
-                member.mark_broken(f"retired: idle for {for_s:.0f} s")
+                member.mark_lost(f"retired: idle for {for_s:.0f} s")
                 self._on_event("scaled", members=len(local) - 1, before=len(local), reason=f"idle for {for_s:.0f} s")
 
     async def _notify(self) -> None:
