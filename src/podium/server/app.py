@@ -34,7 +34,7 @@ from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
 from podium.model.handoff import in_saved_format
 from podium.records import Answer, Request
-from podium.remote.codec import from_plain, to_plain
+from podium.remote.codec import from_json, to_plain
 from podium.remote.rollouts import Rollouts, Written
 from podium.server.door import Door, Refusal
 from podium.server.openai import OpenAi
@@ -57,6 +57,8 @@ from podium.server.wire import (
     unless_gone,
 )
 
+POSTED = ("generate", "rollouts", "score", "held", "reload_weights", "join_transfer", "receive_weights")
+POSTED += ("claim", "release")
 Log = Callable[[str], None]
 Lines = AsyncGenerator[dict[str, Any] | None]
 """Lines of a streamed answer; None: a sign of life."""
@@ -69,16 +71,17 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     routes = _Routes(served, engine_name, log)
     for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
         app.api_route(path, methods=READ)(answer)
-    for answer in (routes.generate, routes.rollouts, routes.score, routes.held, routes.reload_weights):
-        app.post(f"/{answer.__name__}")(answer)
-    for answer in (routes.join_transfer, routes.receive_weights, routes.claim, routes.release):
-        app.post(f"/{answer.__name__}")(answer)
+    for name in POSTED:
+        app.post(f"/{name}")(getattr(routes, name))
     OpenAi(served, model_name, routes.count).add_to(app)
-    app.exception_handler(Refusal)(_refused)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_not_valid)
-    routes.metrics = Metrics(served, frozenset(route.path for route in app.routes))  # type: ignore[attr-defined]
-    return Door(app, token, routes.metrics.count, log)
+    for kind in (Refusal, HTTPException, RequestValidationError):
+        app.exception_handler(kind)(_refused)
+    known = {route.path for route in app.routes}  # type: ignore[attr-defined]
+
+    def count(path: str, status: int) -> None:
+        routes.metrics.requests.labels(path if path in known else "other", status).inc()
+
+    return Door(app, token, count, log)
 
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -87,9 +90,9 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class Metrics:
     """What the server counts, for Prometheus."""
 
-    def __init__(self, served: Served, routes: frozenset[str]) -> None:
-        self._routes, self._registry = routes, CollectorRegistry()
-        self._requests = self._counter("requests", "Answered requests; 499: the client went away.", "route", "status")
+    def __init__(self, served: Served) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answered requests; 499: the client went away.", "route", "status")
         self.rollouts = self._counter("rollouts", "Rollouts written.")
         self.tokens = self._counter("tokens", "Tokens written.")
         self.reloads = self._counter("reloads", "New weights, taken or refused.", "result")
@@ -99,9 +102,6 @@ class Metrics:
         self._gauge("running", "Calls that the engine works on.").set_function(lambda: served.gate.running)
         self._gauge("waiting", "Calls that wait for the engine.").set_function(lambda: served.gate.waiting)
         self._gauge("policy_version", "Of the weights that are served.").set_function(lambda: served.version)
-
-    def count(self, path: str, status: int) -> None:
-        self._requests.labels(path if path in self._routes else "other", status).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -114,10 +114,9 @@ class Metrics:
 
 
 class _Routes:
-    metrics: Metrics
-
     def __init__(self, served: Served, engine_name: str, log: Log) -> None:
         self._served, self._engine_name, self._log = served, engine_name, log
+        self.metrics = Metrics(served)
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
@@ -164,9 +163,9 @@ class _Routes:
 
     async def rollouts(self, request: HttpRequest) -> StreamingResponse:
         try:
-            body = from_plain(Rollouts, await request.json())
+            body = from_json(Rollouts, await request.body())
             requests = list(body.whole())
-        except (ValueError, CodecError) as error:
+        except CodecError as error:
             raise Refusal(422, f"the body is not that of /rollouts: {error}"[:300]) from None
         self._served.claims.check(body.run)
         self._check((each.label, each) for each in requests)
@@ -290,12 +289,9 @@ async def _streamed(lines: Lines) -> AsyncIterator[bytes]:
 
 
 async def _refused(request: HttpRequest, error: Any) -> JSONResponse:
+    """Errors of the framework are answered in the form of our own."""
+    if isinstance(error, RequestValidationError):
+        error = Refusal(422, explained(error.errors()))
+    elif isinstance(error, HTTPException):
+        error = Refusal(error.status_code, str(error.detail))
     return JSONResponse(error.body_at(request.url.path), error.status)
-
-
-async def _http_error(request: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse(Refusal(error.status_code, str(error.detail)).body_at(request.url.path), error.status_code)
-
-
-async def _not_valid(_: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse({"error": explained(error.errors())}, 422)
