@@ -39,7 +39,8 @@ ALLOWED = {
     "loss": BELOW_STAGES | {"settings.contracts"},
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES | {"remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
+    "server": BELOW_STAGES
+    | {"remote.loop_thread", "remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
     "report": {"errors", "records", "remote.files", "run.folder", "stages", "terminal"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
     "report.build": {"errors", "records", "report", "run.folder", "stages", "terminal", *SETTINGS},
@@ -50,7 +51,7 @@ ALLOWED = {
     "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "terminal"},
     "remote.fork_server_process": set(),
     "remote.loop_thread": {"errors"},
-    "remote.pool": {"errors"},
+    "remote.pool": {"errors", "remote.loop_thread"},
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from podium.errors import EngineError, PodiumError, WeightsError
 from podium.model.evidence import Held, allowed_gap, is_among, mean_gap
 from podium.records import Answer, EngineTraits, Request, Sampling
-from podium.remote.loop_thread import LoopThread
+from podium.remote.loop_thread import LoopThread, all_or_none, end_tasks
 from podium.remote.pool import MISSES, Limit, Member, OnEvent, Pool, RetriesError, Rules, Worker
-from podium.remote.rollouts import Batching, all_or_none
+from podium.remote.rollouts import Batching
 from podium.stages import OnTokens
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -140,7 +140,6 @@ class EnginePool:
         """Every member loads the weights or is replaced; raises unless enough have them. The first push starts the
         pool."""
         async with self._pushing:
-            self._pool.raise_failure()
             before, self._weights = self._weights, weights
             if before is None:
                 self._start()
@@ -184,8 +183,7 @@ class EnginePool:
                 raise EngineError("the pool was closed before the engine answered")
             await sending
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await end_tasks([sending])
 
     def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
         """Which requests go to one member together: prefix groups, several where members keep the order."""

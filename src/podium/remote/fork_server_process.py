@@ -181,7 +181,9 @@ class Connection:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._pid = descriptor, os.getpid()
-        os.set_blocking(descriptor, True)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.setblocking(True)
+        self._calls = self._socket.makefile("rb")
 
     def reply(self, content: bytes) -> None:
         self._send(DONE + content)
@@ -198,19 +200,13 @@ class Connection:
     def _send(self, message: bytes) -> None:
         if os.getpid() != self._pid:  # the object forked, and that process returned here as well
             os._exit(1)
-        data = memoryview(LENGTH.pack(len(message)) + message)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        self._socket.sendall(LENGTH.pack(len(message)) + message)
 
     def _read(self, count: int) -> bytes:
-        chunks = []
-        while count:
-            chunk = os.read(self._descriptor, count)
-            if not chunk:
-                os._exit(0)
-            chunks.append(chunk)
-            count -= len(chunk)
-        return b"".join(chunks)
+        content = self._calls.read(count)
+        if len(content) < count:
+            os._exit(0)
+        return content
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own.
+"""An event loop in a thread of its own, and how its tasks end.
 
 A pool lives in one, so it watches and replaces its workers while the run's own event loop is busy, or between two event
 loops of the run. Callers await from their own event loop.
@@ -6,7 +6,7 @@ loops of the run. Callers await from their own event loop.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -62,11 +62,26 @@ def _ignore_late_answers(loop: asyncio.AbstractEventLoop, context: dict[str, Any
         loop.default_exception_handler(context)
 
 
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels them and waits until they have ended."""
+    ending = list(tasks)
+    for task in ending:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Runs all at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
+    this returns."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(tasks)
+
+
+async def _cancel_others() -> None:
+    await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
     await loop.shutdown_default_executor()

@@ -23,6 +23,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from podium.errors import BusyError, InputError, PodiumError, WorkerError
+from podium.remote.loop_thread import end_tasks
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
@@ -182,8 +183,7 @@ class Member(Generic[W]):
                 return task.result()
             raise WorkerError(self.lost.result() if self.lost.done() else f"no answer within {limit_s:g} s")
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
 
 M = TypeVar("M", bound=Member[Any])
@@ -279,7 +279,7 @@ class Replica(Generic[M]):
 
     @property
     def was_tried(self) -> bool:
-        return self.member is not None or self.started > 1 or self.given_up or self.failed_starts > 0
+        return self.member is not None or self.started > 1 or self.failed_starts > 0
 
 
 class Pool(Generic[M]):
@@ -317,10 +317,8 @@ class Pool(Generic[M]):
         self._supervision.add_done_callback(self._broke)
 
     async def close(self) -> None:
-        tasks = [task for task in (self._supervision, *(each.task for each in self.replicas)) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = (self._supervision, *(each.task for each in self.replicas))
+        await end_tasks(task for task in tasks if task is not None)
 
     async def send(
         self,
@@ -398,9 +396,6 @@ class Pool(Generic[M]):
         """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.failure is not None or holds())
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -505,9 +500,7 @@ class Pool(Generic[M]):
             sign = ending if ending.done() else done.pop()
             return sign.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def _supervise(self) -> None:
         while self.failure is None:

@@ -52,9 +52,9 @@ from podium.server.wire import (
     Show,
     check_ids,
     check_requests,
+    collected,
     cut_at_texts,
     explained,
-    unless_gone,
 )
 
 POSTED = ("generate", "rollouts", "score", "held", "reload_weights", "join_transfer", "receive_weights")
@@ -155,7 +155,7 @@ class _Routes:
         lines = self._prompt_lines(prompts, body.stop)
         if body.stream:
             return StreamingResponse(_streamed(lines), media_type="application/x-ndjson")
-        answers = await unless_gone(request, _collected(lines))
+        answers = await collected(request, lines)
         if body.requests is not None:
             return JSONResponse({"answers": answers})
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[0]["token_ids"]]
@@ -269,13 +269,6 @@ class _Routes:
     async def release(self, body: ReleaseBody) -> JSONResponse:
         self._served.release(body.run)
         return JSONResponse({"run": body.run})
-
-
-async def _collected(lines: Lines) -> list[dict[str, Any]]:
-    try:
-        return [line async for line in lines if line is not None]
-    except Exception as error:
-        raise failure(error) from None
 
 
 async def _streamed(lines: Lines) -> AsyncIterator[bytes]:

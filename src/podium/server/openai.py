@@ -25,7 +25,7 @@ from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.door import Refusal
 from podium.server.served import Served, failure
-from podium.server.wire import READ, Asked, Text, check_requests, cut_at_texts, explained, unless_gone
+from podium.server.wire import READ, Asked, Text, check_requests, collected, cut_at_texts, explained
 from podium.settings.contracts import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -159,7 +159,8 @@ class OpenAi:
         if body.stream:
             events = self._events(body, head, answers, len(prompt))
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return JSONResponse(await unless_gone(request, self._whole(body, head, answers, len(prompt))))
+        made = sorted(await collected(request, answers), key=lambda item: item[0])
+        return JSONResponse(self._whole(body, head, made, len(prompt)))
 
     async def _answers(self, body: Chat, requests: list[Request]) -> Answers:
         """Each with its index. None: a sign of life."""
@@ -172,12 +173,10 @@ class OpenAi:
                 self._count(answer)
                 yield written.place, answer
 
-    async def _whole(self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int) -> dict[str, Any]:
-        try:
-            made = [item async for item in answers if item is not None]
-        except Exception as error:
-            raise failure(error) from None
-        choices = [self._choice(body, *item) for item in sorted(made, key=lambda item: item[0])]
+    def _whole(
+        self, body: Chat, head: dict[str, Any], made: list[tuple[int, Answer]], num_prompt: int
+    ) -> dict[str, Any]:
+        choices = [self._choice(body, *item) for item in made]
         for each in choices:
             each["message"] = {"role": "assistant", "content": each.pop("content"), "refusal": None}
         usage = _usage(num_prompt, sum(len(answer.token_ids) for _, answer in made))

@@ -26,7 +26,8 @@ from podium.model.handoff import Manifest, manifest_of, read_published
 from podium.model.load import Policy
 from podium.records import Request
 from podium.remote.files import read_regular
-from podium.remote.rollouts import Written, all_or_none
+from podium.remote.loop_thread import all_or_none, end_tasks
+from podium.remote.rollouts import Written
 from podium.server.door import Refusal
 from podium.stages import Engine
 
@@ -304,8 +305,7 @@ class Served:
                     return
                 yield item
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def _write_answers(self, requests: Sequence[Request], ready: asyncio.Queue[Any]) -> None:
         async with self._answering():

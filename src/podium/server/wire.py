@@ -7,7 +7,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,7 +17,9 @@ from starlette.requests import Request as HttpRequest
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.remote.loop_thread import end_tasks
 from podium.server.door import Refusal
+from podium.server.served import failure
 from podium.settings.contracts import Temperature
 
 T = TypeVar("T")
@@ -259,15 +261,19 @@ READ = ["GET", "HEAD"]
 """Methods of a route that only reads. FastAPI does not add HEAD by itself."""
 
 
-async def unless_gone(request: HttpRequest, answers: Awaitable[T]) -> T:
-    """The answers; cancels them if the client goes away first."""
-    work, gone = asyncio.ensure_future(answers), asyncio.ensure_future(request.receive())
+async def collected(request: HttpRequest, items: AsyncIterator[T | None]) -> list[T]:
+    """All items without the signs of life between them. Cancels the work if the client goes away first."""
+
+    async def collect() -> list[T]:
+        return [item async for item in items if item is not None]
+
+    work, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise Refusal(503, "the client went away")
         return await work
+    except Exception as error:
+        raise failure(error) from None
     finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        await end_tasks((work, gone))
