@@ -26,6 +26,7 @@ ALLOWED = {
     "rollout/single_turn.py: whole.result()": "the task is done",
     "runtime/ranks/line.py: writing.result()": "the work is done",
     "remote/engine_pool.py: arrived.get()": "the loop's own wait for groups, which the watchdog limits",
+    "server/served.py: ready.get()": "the task that fills the queue puts itself into it when it ends",
     "engine/cuda/captured.py: copy.wait()": "for the device; the watchdog limits it",
     "engine/cuda/captured.py: look.wait()": "for the device; the watchdog limits it",
     "engine/cuda/captured.py: seat.written.wait()": "for the device; the watchdog limits it",

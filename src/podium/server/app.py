@@ -17,7 +17,7 @@ Every answer contains the version of its weights and the run that owns them. Onl
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -55,13 +55,13 @@ from podium.server.wire import (
     collected,
     cut_at_texts,
     explained,
+    with_signs_of_life,
 )
 
 POSTED = ("generate", "rollouts", "score", "held", "reload_weights", "join_transfer", "receive_weights")
 POSTED += ("claim", "release")
 Log = Callable[[str], None]
-Lines = AsyncGenerator[dict[str, Any] | None]
-"""Lines of a streamed answer; None: a sign of life."""
+Lines = AsyncGenerator[dict[str, Any]]
 
 
 def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, model_name: str = "policy") -> Door:
@@ -154,7 +154,7 @@ class _Routes:
         self._check((f"request {prompt.key}", request) for prompt in prompts for request in prompt.requests)
         lines = self._prompt_lines(prompts, body.stop)
         if body.stream:
-            return StreamingResponse(_streamed(lines), media_type="application/x-ndjson")
+            return _streamed(lines)
         answers = await collected(request, lines)
         if body.requests is not None:
             return JSONResponse({"answers": answers})
@@ -169,7 +169,7 @@ class _Routes:
             raise Refusal(422, f"the body is not that of /rollouts: {error}"[:300]) from None
         self._served.claims.check(body.run)
         self._check((each.label, each) for each in requests)
-        return StreamingResponse(_streamed(self._rollout_lines(requests)), media_type="application/x-ndjson")
+        return _streamed(to_plain(written) async for written in self._written(requests))
 
     def _check(self, named: Iterable[tuple[str, Request]]) -> None:
         check_requests(list(named), self._served.policy.vocabulary, self._served.max_context_tokens)
@@ -180,26 +180,16 @@ class _Routes:
         requests = [request for prompt in prompts for request in prompt.requests]
         async with aclosing(self._written(requests)) as answers:
             async for written in answers:
-                if written is None:
-                    yield None
-                    continue
                 prompt, sample = owners[written.place]
                 prompt.answers[sample] = cut_at_texts(written.answer, self._served.policy.tokenizer, stop)
                 if prompt.is_whole:
                     yield prompt.line(written.run)
 
-    async def _rollout_lines(self, requests: list[Request]) -> Lines:
-        async with aclosing(self._written(requests)) as answers:
-            async for written in answers:
-                yield None if written is None else to_plain(written)
-
-    async def _written(self, requests: list[Request]) -> AsyncGenerator[Written | None]:
-        """None: a sign of life."""
+    async def _written(self, requests: list[Request]) -> AsyncGenerator[Written]:
         started = time.monotonic()
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
-                if written is not None:
-                    self.count(written.answer)
+                self.count(written.answer)
                 yield written
         self.metrics.seconds.observe(time.monotonic() - started)
 
@@ -271,14 +261,18 @@ class _Routes:
         return JSONResponse({"run": body.run})
 
 
-async def _streamed(lines: Lines) -> AsyncIterator[bytes]:
-    """A stream that fails ends with a line that says why; an empty line is a sign of life."""
-    try:
-        async with aclosing(lines):
-            async for line in lines:
-                yield b"\n" if line is None else json.dumps(line, allow_nan=False).encode() + b"\n"
-    except Exception as error:
-        yield json.dumps(failure(error).body).encode() + b"\n"
+def _streamed(lines: Lines) -> StreamingResponse:
+    """A line of JSON each; an empty line is a sign of life. A stream that fails ends with a line that says why."""
+
+    async def encoded() -> AsyncGenerator[bytes]:
+        try:
+            async with aclosing(lines):
+                async for line in lines:
+                    yield json.dumps(line, allow_nan=False).encode() + b"\n"
+        except Exception as error:
+            yield json.dumps(failure(error).body).encode() + b"\n"
+
+    return StreamingResponse(with_signs_of_life(encoded(), b"\n"), media_type="application/x-ndjson")
 
 
 async def _refused(request: HttpRequest, error: Any) -> JSONResponse:

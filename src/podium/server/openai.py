@@ -11,7 +11,7 @@ piece of text per answer, not one per token; comments keep the connection alive 
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,16 @@ from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.door import Refusal
 from podium.server.served import Served, failure
-from podium.server.wire import READ, Asked, Text, check_requests, collected, cut_at_texts, explained
+from podium.server.wire import (
+    READ,
+    Asked,
+    Text,
+    check_requests,
+    collected,
+    cut_at_texts,
+    explained,
+    with_signs_of_life,
+)
 from podium.settings.contracts import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -58,7 +67,7 @@ class StreamOptions(BaseModel):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Answers = AsyncGenerator[tuple[int, Answer] | None]
+Answers = AsyncGenerator[tuple[int, Answer]]
 
 
 class Chat(BaseModel):
@@ -157,18 +166,15 @@ class OpenAi:
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         head["system_fingerprint"] = f"policy-version-{self._served.version}"
         if body.stream:
-            events = self._events(body, head, answers, len(prompt))
+            events = with_signs_of_life(self._events(body, head, answers, len(prompt)), b": waiting\n\n")
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         made = sorted(await collected(request, answers), key=lambda item: item[0])
         return JSONResponse(self._whole(body, head, made, len(prompt)))
 
     async def _answers(self, body: Chat, requests: list[Request]) -> Answers:
-        """Each with its index. None: a sign of life."""
+        """Each with its index."""
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
-                if written is None:
-                    yield None
-                    continue
                 answer = cut_at_texts(written.answer, self._served.policy.tokenizer, body.stops)
                 self._count(answer)
                 yield written.place, answer
@@ -184,15 +190,12 @@ class OpenAi:
 
     async def _events(
         self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         head = {**head, "object": "chat.completion.chunk"}
         written = 0
         try:
             async with aclosing(answers):
                 async for item in answers:
-                    if item is None:
-                        yield b": waiting\n\n"
-                        continue
                     written += len(item[1].token_ids)
                     each = self._choice(body, *item)
                     ended = {"index": each["index"], "delta": {}, "finish_reason": each.pop("finish_reason")}

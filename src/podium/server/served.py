@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,7 +35,6 @@ T = TypeVar("T")
 Weights = dict[str, torch.Tensor]
 Scope = Literal["run", "engine"]
 
-HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
 RESTORE_PAUSE_S = 1.0
 LOCATE_S, READ_S = 20.0, 1800.0
@@ -289,21 +288,16 @@ class Served:
     def max_context_tokens(self) -> int:
         return self.engine.traits.max_context_tokens or self.policy.max_context_tokens
 
-    async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written | None]:
-        """Each answer as soon as it is complete; now and then None, as a sign of life. Answers wait here for a slow
-        client, so the client does not slow the engine down."""
+    async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written]:
+        """Each answer as soon as it is complete. Answers wait here for a slow client, so the client does not slow the
+        engine down."""
         ready: asyncio.Queue[Any] = asyncio.Queue()
         task = asyncio.create_task(self._write_answers(requests, ready))
         task.add_done_callback(ready.put_nowait)
         try:
-            while True:
-                item = None
-                with suppress(TimeoutError):
-                    item = await asyncio.wait_for(ready.get(), HEARTBEAT_S)
-                if item is task:
-                    await task  # raises its error
-                    return
+            while (item := await ready.get()) is not task:
                 yield item
+            await task  # raises its error
         finally:
             await end_tasks([task])
 

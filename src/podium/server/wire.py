@@ -7,7 +7,8 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ T = TypeVar("T")
 MAX_ROLLOUTS = 16_384
 """In one call."""
 MAX_TEMPERATURE = 100.0
+HEARTBEAT_S = 2.0
 SEEDS = range(-(1 << 63), 1 << 63)
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -261,11 +263,26 @@ READ = ["GET", "HEAD"]
 """Methods of a route that only reads. FastAPI does not add HEAD by itself."""
 
 
-async def collected(request: HttpRequest, items: AsyncIterator[T | None]) -> list[T]:
-    """All items without the signs of life between them. Cancels the work if the client goes away first."""
+async def with_signs_of_life(items: AsyncGenerator[bytes], sign: bytes) -> AsyncGenerator[bytes]:
+    """The items of a streamed answer; `sign` whenever none has come for a while."""
+    async with aclosing(items):
+        while True:
+            coming = asyncio.ensure_future(anext(items, None))
+            try:
+                while not (await asyncio.wait([coming], timeout=HEARTBEAT_S))[0]:
+                    yield sign
+            finally:
+                await end_tasks([coming])
+            if (item := await coming) is None:
+                return
+            yield item
+
+
+async def collected(request: HttpRequest, items: AsyncIterator[T]) -> list[T]:
+    """All items. Cancels the work if the client goes away first."""
 
     async def collect() -> list[T]:
-        return [item async for item in items if item is not None]
+        return [item async for item in items]
 
     work, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(request.receive())
     try:
