@@ -105,11 +105,6 @@ class _Refused(Exception):
     def __init__(self, reason: str) -> None:
         self.reason, self.path = reason, ""
 
-    def inside(self, step: str) -> "_Refused":
-        if not self.label:
-            self.path = step + self.path
-        return self
-
     def __str__(self) -> str:
         return ": ".join(part for part in (self.label, self.path.lstrip("."), self.reason) if part)
 
@@ -200,26 +195,34 @@ def _record(kind: Any) -> _Form:
 
     def pack(record: Any) -> dict[str, Any]:
         written = {name: getattr(record, name) for name in names}
-        for name, pack_field in packs:
-            try:
-                written[name] = pack_field(written[name])
-            except _Refused as refused:
-                refused.inside(f".{name}").label = refused.label or getattr(record, "label", "")
-                raise
-        return written
+        try:
+            return written | {name: _at(f".{name}", convert, written[name]) for name, convert in packs}
+        except _Refused as refused:
+            refused.label = refused.label or getattr(record, "label", "")
+            raise
 
     def unpack(wire: Any) -> Any:
         values = {name: getattr(wire, name) for name in names}
-        for name, unpack_field in unpacks:
-            try:
-                values[name] = unpack_field(values[name])
-            except _Refused as refused:
-                raise refused.inside(f".{name}") from None
         record = object.__new__(kind)
-        vars(record).update(values)
+        vars(record).update(values | {name: _at(f".{name}", convert, values[name]) for name, convert in unpacks})
         return record
 
     return _Form(struct, pack, unpack)
+
+
+def _at(step: str, convert: Convert, value: Any) -> Any:
+    """The value, converted; a refusal says where it stands in the record."""
+    try:
+        return convert(value)
+    except _Refused as refused:
+        if not refused.label:
+            refused.path = step + refused.path
+        raise
+
+
+def _each(convert: Convert, values: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    """Values with their places in a sequence or mapping, converted."""
+    return (_at(f"[{place!r}]", convert, value) for place, value in values)
 
 
 def _sequence(origin: Any, arguments: tuple[Any, ...]) -> _Form:
@@ -236,15 +239,6 @@ def _sequence(origin: Any, arguments: tuple[Any, ...]) -> _Form:
         return made if convert is None else lambda values: made(_each(convert, enumerate(values)))
 
     return _Form(wire, of_each(item.pack), of_each(item.unpack))
-
-
-def _each(convert: Convert, values: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-    """The values, converted. They come with their places, which a refusal names."""
-    for place, value in values:
-        try:
-            yield convert(value)
-        except _Refused as refused:
-            raise refused.inside(f"[{place!r}]") from None
 
 
 def _fixed_tuple(items: list[_Form]) -> _Form:
