@@ -48,8 +48,8 @@ from podium.server.wire import (
     Receive,
     ReleaseBody,
     Reload,
+    RunBody,
     Score,
-    Show,
     check_ids,
     check_requests,
     collected,
@@ -207,7 +207,7 @@ class _Routes:
         except Exception as error:
             raise failure(error) from None
 
-    async def held(self, body: Show) -> JSONResponse:
+    async def held(self, body: RunBody) -> JSONResponse:
         self._served.claims.check(body.run)
         try:
             shown = await self._served.held()

@@ -40,6 +40,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class RunBody(Body):
+    run: RunId | None = None
+    """Who asks, where a run has claimed the engine."""
+
+
 def _is_text(text: str) -> str:
     """JSON may contain a lone surrogate, which no tokenizer takes."""
     text.encode()
@@ -62,7 +67,7 @@ class PromptBody(Body):
     seeds: Seeds
 
 
-class Generate(Body):
+class Generate(RunBody):
     """Several prompts in `requests`, or one as ids or as messages."""
 
     requests: Annotated[list[PromptBody], Field(min_length=1, max_length=4096)] | None = None
@@ -80,8 +85,6 @@ class Generate(Body):
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] = []
     """Texts that end an answer; the token that completes one is the last token."""
     stream: bool = False
-    run: RunId | None = None
-    """Who asks, where a run has claimed the engine."""
 
     def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["Asked"]:
         forms = [name for name in ("requests", "prompt_token_ids", "messages") if getattr(self, name) is not None]
@@ -144,22 +147,16 @@ class Asked:
         }
 
 
-class Score(Body):
+class Score(RunBody):
     token_ids: Annotated[list[Id], Field(min_length=2)]
-    run: RunId | None = None
 
 
-class Show(Body):
-    run: RunId | None = None
-
-
-class Reload(Body):
+class Reload(RunBody):
     id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\z")]
     """Name of a published folder directly under the server's root."""
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
     in_flight: bool = False
     """Swap in the middle of answers, instead of waiting for their end."""
-    run: RunId | None = None
 
 
 class ClaimBody(Body):
@@ -174,20 +171,18 @@ class ReleaseBody(Body):
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Join(Body):
+class Join(RunBody):
     master_address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]{1,253}\z")]
     master_port: Annotated[int, Field(ge=1, le=65535)]
     world_size: Annotated[int, Field(ge=2, le=4096)]
     rank_offset: Annotated[int, Field(ge=1, le=4096)]
-    run: RunId | None = None
 
 
-class Receive(Body):
+class Receive(RunBody):
     names: Annotated[list[Name], Field(min_length=1, max_length=10_000)]
     dtype_names: list[Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)\z")]]
     shapes: list[Annotated[list[Annotated[int, Field(ge=1, lt=1 << 40)]], Field(max_length=6)]]
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
-    run: RunId | None = None
 
 
 def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_context_tokens: int) -> None:
