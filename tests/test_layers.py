@@ -12,7 +12,7 @@ import podium
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
 FORKED = {"remote.fork_server", "remote.fork_server_process"}
-POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
+POOL = {"remote.engine_pool", "remote.tasks", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
 STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
@@ -40,7 +40,7 @@ ALLOWED = {
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
     "server": BELOW_STAGES
-    | {"remote.loop_thread", "remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
+    | {"remote.tasks", "remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
     "report": {"errors", "records", "remote.files", "run.folder", "stages", "terminal"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
     "report.build": {"errors", "records", "report", "run.folder", "stages", "terminal", *SETTINGS},
@@ -48,10 +48,10 @@ ALLOWED = {
     "remote.codec": {"errors", "records"},
     "remote.files": set(),
     "remote.engine_pool": {"errors", "model", "records", "stages", *POOL},
-    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "terminal"},
+    "remote.fork_server": {"remote.fork_server_process", "remote.tasks", "terminal"},
     "remote.fork_server_process": set(),
-    "remote.loop_thread": {"errors"},
-    "remote.pool": {"errors", "remote.loop_thread"},
+    "remote.tasks": {"errors"},
+    "remote.pool": {"errors", "remote.tasks"},
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from podium.errors import EngineError, PodiumError, WeightsError
 from podium.model.evidence import Held, allowed_gap, is_among, mean_gap
 from podium.records import Answer, EngineTraits, Request, Sampling
-from podium.remote.loop_thread import LoopThread, all_or_none, end_tasks
 from podium.remote.pool import MISSES, Limit, Member, OnEvent, Pool, RetriesError, Rules, Worker
 from podium.remote.rollouts import Batching
+from podium.remote.tasks import LoopThread, all_or_none, end_tasks
 from podium.stages import OnTokens
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.remote.fork_server_process import CHUNK, DONE, FAILED, LENGTH, Limits
-from podium.remote.loop_thread import LoopThread
+from podium.remote.tasks import LoopThread
 from podium.terminal import printable
 
 ANSWER_S = 20.0

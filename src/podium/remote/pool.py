@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from podium.errors import BusyError, InputError, PodiumError, WorkerError
-from podium.remote.loop_thread import end_tasks
+from podium.remote.tasks import Changes, end_tasks
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
@@ -196,7 +196,7 @@ class Members(Generic[M]):
         self._members: list[M] = []
         self._failure: BaseException | None = None
         self._num_waiting = 0
-        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        self._turn, self.changed = asyncio.Lock(), Changes()
         self.waiting_since: float | None = None
         """Since when work has been waiting for room."""
 
@@ -208,18 +208,19 @@ class Members(Generic[M]):
 
     def add(self, member: M) -> None:
         self._members.append(member)
-        self._changed.set()
+        self.changed.notify()
 
     def remove(self, member: M, reason: str) -> None:
         """Takes the member out of service for good and ends its open requests."""
         member.mark_lost(reason)
         if member in self._members:
             self._members.remove(member)
+        self.changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """Raises `error` in all waiting and future calls of `acquire`."""
         self._failure = error
-        self._changed.set()
+        self.changed.notify()
 
     async def acquire(self, size: int, first: M | None = None) -> M:
         """`first` if it has room for work of this size; else the member with the least work in flight, once one has
@@ -227,15 +228,10 @@ class Members(Generic[M]):
         self._num_waiting += 1
         try:
             async with self._turn:  # whoever has waited longest is next
-                while True:
-                    if self._failure is not None:
-                        raise self._failure
-                    self._changed.clear()
-                    if (member := self._with_room(size, first)) is not None:
-                        member.num_in_flight += size
-                        return member
-                    self.waiting_since = self.waiting_since or monotonic()
-                    await self._changed.wait()
+                member = await self.changed.until(lambda: self._with_room(size, first))
+                assert member is not None
+                member.num_in_flight += size
+                return member
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:
@@ -245,15 +241,19 @@ class Members(Generic[M]):
         member.num_in_flight -= size
         if member.num_in_flight == 0:
             member.idle_since = monotonic()
-        self._changed.set()
+        self.changed.notify()
 
     def rest(self, member: M, for_s: float) -> None:
         """Gives the member no new work for a while."""
         member.not_before = monotonic() + for_s
-        asyncio.get_running_loop().call_later(for_s, self._changed.set)
+        asyncio.get_running_loop().call_later(for_s, self.changed.notify)
 
     def _with_room(self, size: int, first: M | None = None) -> M | None:
+        if self._failure is not None:
+            raise self._failure
         free = [member for member in self._members if member.has_room(size)]
+        if not free:
+            self.waiting_since = self.waiting_since or monotonic()
         return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
 
 
@@ -302,7 +302,6 @@ class Pool(Generic[M]):
         self._launch: Launch | None = None
         self._named = 0
         self._supervision: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
         self._short_since: float | None = None
 
     def start(self, launch: Launch | None, servers: Iterable[tuple[str, Launch]] = ()) -> None:
@@ -394,8 +393,7 @@ class Pool(Generic[M]):
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.failure is not None or holds())
+        await self.members.changed.until(lambda: self.failure is not None or holds())
         if self.failure is not None:
             raise self.failure
 
@@ -426,11 +424,10 @@ class Pool(Generic[M]):
             member = await self._start_member(replica)
             if member is None:
                 replica.failed_starts += 1
-                await self._notify()
-                if replica.is_local and replica.failed_starts > self.rules.max_restarts:
-                    replica.given_up = True
+                replica.given_up = replica.is_local and replica.failed_starts > self.rules.max_restarts
+                self.members.changed.notify()
+                if replica.given_up:
                     self._on_event("seat_given_up", worker=replica.name, reason=replica.last_problem)
-                    await self._notify()
                     return
             else:
                 replica.failed_starts = 0
@@ -467,7 +464,6 @@ class Pool(Generic[M]):
         self._on_event(
             "worker_started", worker=member.name, pid=worker.pid, **details, seconds=seconds, members=members
         )
-        await self._notify()
         return member
 
     async def _until_lost(self, replica: Replica[M], member: M) -> str:
@@ -482,7 +478,6 @@ class Pool(Generic[M]):
                 self._on_event("worker_lost", worker=member.name, reason=reason, members=len(self.members))
             with suppress(OSError, PodiumError):
                 await asyncio.shield(member.worker.end())
-        await self._notify()
         return reason
 
     async def _lost(self, member: M) -> str:
@@ -509,7 +504,6 @@ class Pool(Generic[M]):
             if self._launch is not None:
                 self._scale()
         self.members.fail(self.failure)
-        await self._notify()
 
     def _check_floor(self) -> None:
         floor, rules = self.rules.floor, self.rules
@@ -545,10 +539,6 @@ class Pool(Generic[M]):
                 replica.retiring = True
                 member.mark_lost(f"retired: idle for {for_s:.0f} s")
                 self._on_event("scaled", members=len(local) - 1, before=len(local), reason=f"idle for {for_s:.0f} s")
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 async def frozen(worker: Worker, limit_s: float) -> str:

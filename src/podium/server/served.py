@@ -26,8 +26,8 @@ from podium.model.handoff import Manifest, manifest_of, read_published
 from podium.model.load import Policy
 from podium.records import Request
 from podium.remote.files import read_regular
-from podium.remote.loop_thread import all_or_none, end_tasks
 from podium.remote.rollouts import Written
+from podium.remote.tasks import Changes, all_or_none, end_tasks
 from podium.server.door import Refusal
 from podium.stages import Engine
 
@@ -58,22 +58,21 @@ class Gate:
         self.running = self.waiting = 0
         self._max_running, self._drain_s = max_running, drain_s
         self._is_closed = False
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
         self.waiting += 1
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._is_closed and self.running < self._max_running)
-                self.running += 1
+            await self._changes.until(lambda: not self._is_closed and self.running < self._max_running)
+            self.running += 1
         finally:
             self.waiting -= 1
         try:
             yield
         finally:
             self.running -= 1
-            await self._notify()
+            self._changes.notify()
 
     @asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
@@ -81,18 +80,14 @@ class Gate:
         self._is_closed = True
         try:
             try:
-                async with asyncio.timeout(self._drain_s), self._changed:
-                    await self._changed.wait_for(lambda: self.running == 0)
+                async with asyncio.timeout(self._drain_s):
+                    await self._changes.until(lambda: self.running == 0)
             except TimeoutError:
                 raise Refusal(503, f"answers were still being written after {self._drain_s:g} s") from None
             yield
         finally:
             self._is_closed = False
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            self._changes.notify()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, PrefixGroup, Request, Sampling
-from podium.remote.loop_thread import end_tasks
+from podium.remote.tasks import end_tasks
 from podium.server.door import Refusal
 from podium.server.served import failure
 from podium.settings.contracts import Temperature

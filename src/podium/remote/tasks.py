@@ -1,12 +1,12 @@
-"""An event loop in a thread of its own, and how its tasks end.
+"""How tasks wait and end, and an event loop in a thread of its own.
 
-A pool lives in one, so it watches and replaces its workers while the run's own event loop is busy, or between two event
-loops of the run. Callers await from their own event loop.
+A pool lives in a `LoopThread`, so it watches and replaces its workers while the run's own event loop is busy, or between
+two event loops of the run. Callers await from their own event loop.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -60,6 +60,24 @@ def _ignore_late_answers(loop: asyncio.AbstractEventLoop, context: dict[str, Any
     that is done already. That does no harm."""
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)
+
+
+class Changes:
+    """Lets tasks of one event loop wait until something holds."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Whoever waits looks again."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def until(self, holds: Callable[[], T]) -> T:
+        """What `holds` returns, once that is true."""
+        while not (found := holds()):
+            await self._next.wait()
+        return found
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
