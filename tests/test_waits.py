@@ -31,7 +31,7 @@ ALLOWED = {
     "engine/cuda/captured.py: look.wait()": "for the device; the watchdog limits it",
     "engine/cuda/captured.py: seat.written.wait()": "for the device; the watchdog limits it",
     "remote/pool.py: sign.result()": "the task is done",
-    "remote/tasks.py: self._next.wait()": "a pool fails within its limits, and a call waits for the engine's other calls",
+    "remote/tasks.py: self._next.wait()": "a pool fails within its limits, and a call waits for the calls before it",
     "remote/pool.py: task.result()": "the task is done",
     "remote/pool.py: self.lost.result()": "the future is done",
     "remote/fork_server.py: self._process.wait()": "after SIGKILL",

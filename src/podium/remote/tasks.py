@@ -1,7 +1,7 @@
 """How tasks wait and end, and an event loop in a thread of its own.
 
-A pool lives in a `LoopThread`, so it watches and replaces its workers while the run's own event loop is busy, or between
-two event loops of the run. Callers await from their own event loop.
+A pool lives in a `LoopThread`, so it watches and replaces its workers while the run's own event loop is busy, or
+between two event loops of the run. Callers await from their own event loop.
 """
 
 import asyncio
