@@ -17,7 +17,7 @@ Every answer contains the version of its weights and the run that owns them. Onl
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -41,10 +41,10 @@ from podium.server.openai import OpenAi
 from podium.server.served import Served, failure
 from podium.server.wire import (
     READ,
-    Asked,
     ClaimBody,
     Generate,
     Join,
+    PromptRequests,
     Receive,
     ReleaseBody,
     Reload,
@@ -151,7 +151,7 @@ class _Routes:
         served, tokenizer = self._served, self._served.policy.tokenizer
         served.claims.check(body.run)
         prompts = body.prompts(tokenizer, served.policy.stop_ids)
-        self._check((f"request {prompt.key}", request) for prompt in prompts for request in prompt.requests)
+        check_requests(served, ((f"request {prompt.key}", each) for prompt in prompts for each in prompt.requests))
         lines = self._prompt_lines(prompts, body.stop)
         if body.stream:
             return _streamed(lines)
@@ -168,13 +168,10 @@ class _Routes:
         except CodecError as error:
             raise Refusal(422, f"the body is not that of /rollouts: {error}"[:300]) from None
         self._served.claims.check(body.run)
-        self._check((each.label, each) for each in requests)
+        check_requests(self._served, ((each.label, each) for each in requests))
         return _streamed(to_plain(written) async for written in self._written(requests))
 
-    def _check(self, named: Iterable[tuple[str, Request]]) -> None:
-        check_requests(list(named), self._served.policy.vocabulary, self._served.max_context_tokens)
-
-    async def _prompt_lines(self, prompts: list[Asked], stop: Sequence[str]) -> Lines:
+    async def _prompt_lines(self, prompts: list[PromptRequests], stop: Sequence[str]) -> Lines:
         """A line per prompt, once all of its answers are complete."""
         owners = [(prompt, sample) for prompt in prompts for sample in range(len(prompt.requests))]
         requests = [request for prompt in prompts for request in prompt.requests]

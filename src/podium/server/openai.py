@@ -27,7 +27,7 @@ from podium.server.door import Refusal
 from podium.server.served import Served, failure
 from podium.server.wire import (
     READ,
-    Asked,
+    PromptRequests,
     Text,
     check_requests,
     collected,
@@ -112,7 +112,9 @@ class Chat(BaseModel):
         longest = self.max_completion_tokens or self.max_tokens or room
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
-        return Asked.of(0, prompt, Sampling(longest, temperature, None, top_p, tuple(stop_ids)), seeds).requests
+        return PromptRequests.of(
+            0, prompt, Sampling(longest, temperature, None, top_p, tuple(stop_ids)), seeds
+        ).requests
 
     @property
     def stops(self) -> list[str]:
@@ -159,7 +161,7 @@ class OpenAi:
             )
         requests = body.requests(prompt, policy.stop_ids, context - len(prompt))
         try:
-            check_requests([("request 0", request) for request in requests], policy.vocabulary, context)
+            check_requests(self._served, (("request 0", request) for request in requests))
         except Refusal as refusal:
             raise Refusal(400, refusal.message, "max_tokens", "context_length_exceeded") from None
         answers = self._answers(body, requests)

@@ -7,7 +7,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,7 +20,7 @@ from podium.model.chat import render
 from podium.records import Answer, PrefixGroup, Request, Sampling
 from podium.remote.tasks import end_tasks
 from podium.server.door import Refusal
-from podium.server.served import failure
+from podium.server.served import Served, failure
 from podium.settings.contracts import Temperature
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Generate(RunBody):
     """Texts that end an answer; the token that completes one is the last token."""
     stream: bool = False
 
-    def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["Asked"]:
+    def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["PromptRequests"]:
         forms = [name for name in ("requests", "prompt_token_ids", "messages") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise Refusal(422, "give one of requests, prompt_token_ids and messages")
@@ -96,11 +96,11 @@ class Generate(RunBody):
                 raise Refusal(422, "n and seeds stand in each of the requests")
             if len({each.key for each in self.requests}) != len(self.requests):
                 raise Refusal(422, "requests: a key stands there twice")
-            return [Asked.of(each.key, each.prompt_token_ids, sampling, each.seeds) for each in self.requests]
+            return [PromptRequests.of(each.key, each.prompt_token_ids, sampling, each.seeds) for each in self.requests]
         seeds = self.seeds or [secrets.randbits(63) for _ in range(self.n)]
         if self.n not in (1, len(seeds)):
             raise Refusal(422, f"n is {self.n} and there are {len(seeds)} seeds")
-        return [Asked.of(0, self.prompt_token_ids or self._rendered(tokenizer), sampling, seeds)]
+        return [PromptRequests.of(0, self.prompt_token_ids or self._rendered(tokenizer), sampling, seeds)]
 
     def _rendered(self, tokenizer: Any) -> Sequence[int]:
         try:
@@ -114,7 +114,7 @@ class Generate(RunBody):
 
 
 @dataclass(eq=False)
-class Asked:
+class PromptRequests:
     """A user's prompt: one request per answer, and the answers that have arrived."""
 
     key: int
@@ -124,7 +124,7 @@ class Asked:
     _numbers = itertools.count()
 
     @classmethod
-    def of(cls, key: int, token_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> "Asked":
+    def of(cls, key: int, token_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> "PromptRequests":
         group = PrefixGroup(f"http/{next(cls._numbers)}", len(seeds))
         requests = [Request(tuple(token_ids), sampling, seed, group) for seed in seeds]
         return cls(key, requests, [None] * len(seeds))
@@ -185,8 +185,9 @@ class Receive(RunBody):
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
 
 
-def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_context_tokens: int) -> None:
+def check_requests(served: Served, named: Iterable[tuple[str, Request]]) -> None:
     """Refuses what no engine can answer, by the name of the request."""
+    named = list(named)
     if len(named) > MAX_ROLLOUTS:
         raise Refusal(422, f"more than {MAX_ROLLOUTS} rollouts in one call")
     known: set[Any] = set()
@@ -194,7 +195,7 @@ def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_co
         kind = request.token_ids, request.sampling
         if kind not in known:  # requests of one prompt differ in their seeds only
             known.add(kind)
-            _check_request(name, request, vocabulary, max_context_tokens)
+            _check_request(name, request, served.policy.vocabulary, served.max_context_tokens)
         if request.seed not in SEEDS:
             raise Refusal(422, f"{name}: the seed has more than 64 bits")
 
