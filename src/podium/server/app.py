@@ -91,26 +91,16 @@ class Metrics:
     """What the server counts, for Prometheus."""
 
     def __init__(self, served: Served) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Answered requests; 499: the client went away.", "route", "status")
-        self.rollouts = self._counter("rollouts", "Rollouts written.")
-        self.tokens = self._counter("tokens", "Tokens written.")
-        self.reloads = self._counter("reloads", "New weights, taken or refused.", "result")
-        self.seconds = Histogram(
-            "podium_generate_seconds", "Whole /generate calls.", registry=self._registry, buckets=SECONDS
-        )
-        self._gauge("running", "Calls that the engine works on.").set_function(lambda: served.gate.running)
-        self._gauge("waiting", "Calls that wait for the engine.").set_function(lambda: served.gate.waiting)
-        self._gauge("policy_version", "Of the weights that are served.").set_function(lambda: served.version)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
-        return Counter(f"podium_{name}", help_, labels, registry=self._registry)
-
-    def _gauge(self, name: str, help_: str) -> Gauge:
-        return Gauge(f"podium_{name}", help_, registry=self._registry)
+        self.registry = CollectorRegistry()
+        ours: dict[str, Any] = {"namespace": "podium", "registry": self.registry}
+        self.requests = Counter("requests", "Answered requests; 499: client went away.", ("route", "status"), **ours)
+        self.rollouts = Counter("rollouts", "Rollouts written.", **ours)
+        self.tokens = Counter("tokens", "Tokens written.", **ours)
+        self.reloads = Counter("reloads", "New weights, taken or refused.", ("result",), **ours)
+        self.seconds = Histogram("generate_seconds", "Whole /generate calls.", buckets=SECONDS, **ours)
+        Gauge("running", "Calls that the engine works on.", **ours).set_function(lambda: served.gate.running)
+        Gauge("waiting", "Calls that wait for the engine.", **ours).set_function(lambda: served.gate.waiting)
+        Gauge("policy_version", "Of the weights that are served.", **ours).set_function(lambda: served.version)
 
 
 class _Routes:
@@ -145,7 +135,8 @@ class _Routes:
         )
 
     async def metrics_text(self) -> PlainTextResponse:
-        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(self.metrics.registry)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def generate(self, body: Generate, request: HttpRequest) -> Any:
         served, tokenizer = self._served, self._served.policy.tokenizer

@@ -112,9 +112,8 @@ class Chat(BaseModel):
         longest = self.max_completion_tokens or self.max_tokens or room
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
-        return PromptRequests.of(
-            0, prompt, Sampling(longest, temperature, None, top_p, tuple(stop_ids)), seeds
-        ).requests
+        sampling = Sampling(longest, temperature, None, top_p, tuple(stop_ids))
+        return PromptRequests.of(0, prompt, sampling, seeds).requests
 
     @property
     def stops(self) -> list[str]:
