@@ -258,7 +258,7 @@ def _streamed(lines: Lines) -> StreamingResponse:
                 async for line in lines:
                     yield json.dumps(line, allow_nan=False).encode() + b"\n"
         except Exception as error:
-            yield json.dumps(failure(error).body).encode() + b"\n"
+            yield json.dumps(failure(error).body("/generate")).encode() + b"\n"
 
     return StreamingResponse(with_signs_of_life(encoded(), b"\n"), media_type="application/x-ndjson")
 
@@ -269,4 +269,4 @@ async def _refused(request: HttpRequest, error: Any) -> JSONResponse:
         error = Refusal(422, explained(error.errors()))
     elif isinstance(error, HTTPException):
         error = Refusal(error.status_code, str(error.detail))
-    return JSONResponse(error.body_at(request.url.path), error.status)
+    return JSONResponse(error.body(request.url.path), error.status)

@@ -207,7 +207,7 @@ class OpenAi:
                 yield _event({**head, "choices": [], "usage": _usage(num_prompt, written)})
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield _event(failure(error).openai_body)
+            yield _event(failure(error).body("/v1/"))
 
     def _choice(self, body: Chat, index: int, answer: Answer) -> dict[str, Any]:
         """One answer: its text without the text that ended it, and why it ended."""
