@@ -48,8 +48,8 @@ def check_answers(by_version: dict[int, list[Answer]]) -> None:
 
 def test_1000_clients_during_reloads_get_one_version_each(server: Running, tmp_path: Path) -> None:
     """Nothing here depends on the clock: a reload begins when half of the wave before it is answered, so each version
-    has answers, and the other half, and the crowd, ask while the weights change. The client opens few connections at a
-    time: on a busy machine its own event loop may be so late that the server gives up waiting for a header."""
+    has answers, and the other half, and the crowd, ask while the weights change. Not all connections are open at the
+    same time: on a busy machine this event loop would be so late that the server gives up waiting for a header."""
     policy = load_policy(Model.model_validate({"device": "cpu", "lora": {"r": 4}}), seed=0)
     first = 100
     folders = [published(server.root, policy, first + k, seed=k, scale=0.3) for k in range(RELOADS)]
@@ -92,7 +92,7 @@ def test_1000_clients_during_reloads_get_one_version_each(server: Running, tmp_p
 
     async def run() -> None:
         headers = {"authorization": f"Bearer {server.token}"}
-        limits = httpx.Limits(max_connections=100)
+        limits = httpx.Limits(max_connections=300)  # more than the engine works on at a time
         async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=600, limits=limits) as client:
             crowd = CLIENTS - RELOADS * WAVE
             response = await client.post("/reload_weights", json={"id": folders[0].name, "version": first})
