@@ -216,10 +216,10 @@ class EnginePool:
                 if missing.pop(place, None) is not None:
                     hand_over(place, answer)
                     if not is_whole:
-                        self._pool.members.release(member, 1)
+                        self._pool.release(member, 1)
 
             await all_or_none(write(place, request) for place, request in asked.items())
-            is_wanted = self._pool.members.waiting_since is not None
+            is_wanted = self._pool.waiting_since is not None
             member.limit.finished(monotonic() - started, longest, len(asked), is_wanted)
 
         try:
@@ -238,7 +238,7 @@ class EnginePool:
     async def _load_all(self, weights: Weights) -> bool:
         """Whether the push succeeded. Members that did not confirm it while others did are replaced. If all reject the
         weights, the weights are at fault."""
-        answers = await self._pool.broadcast(list(self._pool.members), lambda member: self._load(member, weights))
+        answers = await self._pool.broadcast(self._pool.members, lambda member: self._load(member, weights))
         failed = {member: error for member, error in answers.items() if error is not None}
         if failed and len(failed) == len(answers) and all(isinstance(e, WeightsError) for e in failed.values()):
             for replica in self._pool.replicas:

@@ -16,7 +16,7 @@ ends. Its event loop does not answer several pings in a row. The caller's own `w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -189,74 +189,6 @@ class Member(Generic[W]):
 M = TypeVar("M", bound=Member[Any])
 
 
-class Members(Generic[M]):
-    """The members in service, and the work that waits for room."""
-
-    def __init__(self) -> None:
-        self._members: list[M] = []
-        self._failure: BaseException | None = None
-        self._num_waiting = 0
-        self._turn, self.changed = asyncio.Lock(), Changes()
-        self.waiting_since: float | None = None
-        """Since when work has been waiting for room."""
-
-    def __iter__(self) -> Iterator[M]:
-        return iter(list(self._members))
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, member: M) -> None:
-        self._members.append(member)
-        self.changed.notify()
-
-    def remove(self, member: M, reason: str) -> None:
-        """Takes the member out of service for good and ends its open requests."""
-        member.mark_lost(reason)
-        if member in self._members:
-            self._members.remove(member)
-        self.changed.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """Raises `error` in all waiting and future calls of `acquire`."""
-        self._failure = error
-        self.changed.notify()
-
-    async def acquire(self, size: int, first: M | None = None) -> M:
-        """`first` if it has room for work of this size; else the member with the least work in flight, once one has
-        room."""
-        self._num_waiting += 1
-        try:
-            async with self._turn:  # whoever has waited longest is next
-                member = await self.changed.until(lambda: self._with_room(size, first))
-                assert member is not None
-                member.num_in_flight += size
-                return member
-        finally:
-            self._num_waiting -= 1
-            if not self._num_waiting:
-                self.waiting_since = None
-
-    def release(self, member: M, size: int) -> None:
-        member.num_in_flight -= size
-        if member.num_in_flight == 0:
-            member.idle_since = monotonic()
-        self.changed.notify()
-
-    def rest(self, member: M, for_s: float) -> None:
-        """Gives the member no new work for a while."""
-        member.not_before = monotonic() + for_s
-        asyncio.get_running_loop().call_later(for_s, self.changed.notify)
-
-    def _with_room(self, size: int, first: M | None = None) -> M | None:
-        if self._failure is not None:
-            raise self._failure
-        free = [member for member in self._members if member.has_room(size)]
-        if not free:
-            self.waiting_since = self.waiting_since or monotonic()
-        return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
-
-
 @dataclass(eq=False)
 class Replica(Generic[M]):
     """One place in the pool. Its name is for people: worker-1, or an address."""
@@ -296,8 +228,11 @@ class Pool(Generic[M]):
         """`new_member` takes a name and a worker. `prepare` makes a member ready to serve, or raises; the event
         `worker_started` contains what it returns. `watch` returns a reason once a member does not work any more."""
         self.rules, self.replicas = rules, list[Replica[M]]()
-        self.members: Members[M] = Members()
         self.failure: PodiumError | None = None
+        self.waiting_since: float | None = None
+        """Since when work has been waiting for room."""
+        self._num_waiting = 0
+        self._turn, self._changes = asyncio.Lock(), Changes()
         self._new_member, self._prepare, self._watch, self._on_event = new_member, prepare, watch, on_event
         self._launch: Launch | None = None
         self._named = 0
@@ -314,6 +249,12 @@ class Pool(Generic[M]):
             self._fill(Replica(name, connect, is_local=False))
         self._supervision = asyncio.create_task(self._supervise())
         self._supervision.add_done_callback(self._broke)
+
+    @property
+    def members(self) -> list[M]:
+        """Those in service."""
+        found = [replica.member for replica in self.replicas if replica.member is not None]
+        return [member for member in found if not member.lost.done()]
 
     async def close(self) -> None:
         tasks = (self._supervision, *(each.task for each in self.replicas))
@@ -335,7 +276,7 @@ class Pool(Generic[M]):
         rules, reasons = self.rules, list[str]()
         busy_until: float | None = None
         while len(reasons) <= rules.max_redispatches:
-            member = await self.members.acquire(size(), first)
+            member = await self._acquire(size(), first)
             try:
                 answer = await member.attempt(work(member), rules.request_s)
             except BusyError as error:
@@ -343,10 +284,10 @@ class Pool(Generic[M]):
                 if monotonic() > busy_until:
                     raise rules.error(f"{member.name} has been busy for {rules.recovery_s:g} s") from error
                 member.limit.refused()
-                self.members.rest(member, REST_S)
+                self._rest(member)
             except WorkerError as error:
                 reasons.append(f"{member.name}: {error}")
-                self.members.rest(member, REST_S)
+                self._rest(member)
                 member.failed += 1
                 if member.failed >= MAX_FAILED:
                     member.mark_lost(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
@@ -356,8 +297,15 @@ class Pool(Generic[M]):
                 member.failed, member.finished = 0, member.finished + 1
                 return answer
             finally:
-                self.members.release(member, size())
+                self.release(member, size())
         raise RetriesError(reasons)
+
+    def release(self, member: M, size: int) -> None:
+        """So much of the member's work has ended."""
+        member.num_in_flight -= size
+        if member.num_in_flight == 0:
+            member.idle_since = monotonic()
+        self._changes.notify()
 
     async def broadcast(self, members: Sequence[M], call: Callable[[M], Awaitable[T]]) -> dict[M, T | Exception]:
         """Calls all `members` at the same time; the answer of a member that fails is its error."""
@@ -374,7 +322,7 @@ class Pool(Generic[M]):
         """What each member in service answers, by name; members that join meanwhile are asked too. A member that fails
         to answer is replaced."""
         answers: dict[str, T] = {}
-        await self.until(lambda: len(self.members) > 0)
+        await self.until(lambda: self.members)
         while asked := [member for member in self.members if member.name not in answers]:
             for member, answer in (await self.broadcast(asked, ask)).items():
                 if isinstance(answer, InputError):
@@ -384,16 +332,16 @@ class Pool(Generic[M]):
                 else:
                     answers[member.name] = answer
             if not answers:  # all members that were asked may be lost
-                await self.until(lambda: len(self.members) > 0)
+                await self.until(lambda: self.members)
         return answers
 
     def discard(self, member: M, reason: str) -> None:
         """Takes the member out of service; it is ended and replaced."""
-        self.members.remove(member, reason)
+        member.mark_lost(reason)
 
-    async def until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, holds: Callable[[], Any]) -> None:
         """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
-        await self.members.changed.until(lambda: self.failure is not None or holds())
+        await self._changes.until(lambda: self.failure is not None or holds())
         if self.failure is not None:
             raise self.failure
 
@@ -401,6 +349,39 @@ class Pool(Generic[M]):
         """The last problem of each replica, for people."""
         found = [f"{replica.name}: {replica.last_problem}" for replica in self.replicas if replica.last_problem]
         return "; ".join(found) or "no reason"
+
+    async def _acquire(self, size: int, first: M | None) -> M:
+        """`first` if it has room for work of this size; else the member with the least work in flight, once one has
+        room."""
+        self._num_waiting += 1
+        try:
+            async with self._turn:  # whoever has waited longest is next
+                member = await self._changes.until(lambda: self._with_room(size, first))
+                assert member is not None
+                member.num_in_flight += size
+                return member
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.waiting_since = None
+
+    def _with_room(self, size: int, first: M | None = None) -> M | None:
+        if self.failure is not None:
+            raise self.failure
+        free = [member for member in self.members if member.has_room(size)]
+        if not free:
+            self.waiting_since = self.waiting_since or monotonic()
+        return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
+
+    def _rest(self, member: M) -> None:
+        """Gives the member no new work for a while."""
+        member.not_before = monotonic() + REST_S
+        asyncio.get_running_loop().call_later(REST_S, self._changes.notify)
+
+    def _fail(self, error: PodiumError) -> None:
+        """Raises `error` in everything that waits for the pool, now or later."""
+        self.failure = error
+        self._changes.notify()
 
     def _add_replica(self) -> None:
         assert self._launch is not None
@@ -415,8 +396,7 @@ class Pool(Generic[M]):
     def _broke(self, task: asyncio.Task[None]) -> None:
         """Without this, a defect of the pool itself would leave a replica empty in silence."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failure = self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}")
-            self.members.fail(self.failure)
+            self._fail(self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}"))
 
     async def _run(self, replica: Replica[M]) -> None:
         """The life of a replica: one member after the other."""
@@ -425,7 +405,7 @@ class Pool(Generic[M]):
             if member is None:
                 replica.failed_starts += 1
                 replica.given_up = replica.is_local and replica.failed_starts > self.rules.max_restarts
-                self.members.changed.notify()
+                self._changes.notify()
                 if replica.given_up:
                     self._on_event("seat_given_up", worker=replica.name, reason=replica.last_problem)
                     return
@@ -453,13 +433,13 @@ class Pool(Generic[M]):
             if not isinstance(error, (PodiumError, OSError, TimeoutError)):
                 raise
             if isinstance(error, InputError):  # another start would not help
-                self.failure = error
+                self._fail(error)
             took_long = isinstance(error, TimeoutError)
             replica.last_problem = f"not ready within {self.rules.start_s:g} s" if took_long else str(error)
             self._on_event("start_failed", worker=replica.name, reason=replica.last_problem)
             return None
-        self.members.add(member)
         replica.member = member
+        self._changes.notify()
         seconds, members = monotonic() - began, len(self.members)
         self._on_event(
             "worker_started", worker=member.name, pid=worker.pid, **details, seconds=seconds, members=members
@@ -472,7 +452,7 @@ class Pool(Generic[M]):
         try:
             reason = await self._lost(member)
         finally:
-            self.members.remove(member, reason or "the pool closed")
+            member.mark_lost(reason or "the pool closed")
             replica.member = None
             if reason and not replica.retiring:
                 self._on_event("worker_lost", worker=member.name, reason=reason, members=len(self.members))
@@ -503,30 +483,26 @@ class Pool(Generic[M]):
             self._check_floor()
             if self._launch is not None:
                 self._scale()
-        self.members.fail(self.failure)
 
     def _check_floor(self) -> None:
-        floor, rules = self.rules.floor, self.rules
+        floor, rules, problem = self.rules.floor, self.rules, ""
         num_open = sum(not replica.given_up and not replica.retiring for replica in self.replicas)
         if num_open < floor:
-            self.failure = rules.error(
-                f"{num_open} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}; {self.problems()}"
-            )
+            problem = f"{num_open} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}"
         elif len(self.members) >= floor:
             self._short_since = None
         else:
             self._short_since = self._short_since or monotonic()
             limit = rules.recovery_s if any(replica.started > 1 for replica in self.replicas) else rules.start_s
             if monotonic() - self._short_since > limit:
-                self.failure = rules.error(
-                    f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s; {self.problems()}"
-                )
+                problem = f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s"
+        if problem:
+            self._fail(rules.error(f"{problem}; {self.problems()}"))
 
     def _scale(self) -> None:
         least, most = self.rules.replicas
         local = [each for each in self.replicas if each.is_local and not each.retiring and not each.given_up]
-        waiting = self.members.waiting_since
-        if waiting is not None and monotonic() - waiting > SCALE_UP_S:
+        if self.waiting_since is not None and monotonic() - self.waiting_since > SCALE_UP_S:
             if len(local) < most and all(replica.member is not None for replica in local):
                 self._add_replica()
                 self._on_event("scaled", members=len(local) + 1, before=len(local), reason="requests wait for room")
