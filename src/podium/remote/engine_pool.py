@@ -246,7 +246,7 @@ class EnginePool:
                     replica.last_problem = str(failed[replica.member])
             return False
         for member, error in failed.items():
-            self._pool.discard(member, f"did not take version {weights.version}: {error}")
+            member.mark_lost(f"did not take version {weights.version}: {error}")
         return True
 
     async def _load(self, member: EngineMember, weights: Weights) -> None:

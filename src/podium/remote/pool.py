@@ -162,7 +162,7 @@ class Member(Generic[W]):
     not_before: float = 0.0
     """Until then it gets no request."""
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Why it gets no more work; set once. The pool then ends the member."""
+    """Why it is out of service; set once. The pool then ends and replaces the member."""
 
     def mark_lost(self, reason: str) -> None:
         """Also ends its open requests."""
@@ -328,16 +328,12 @@ class Pool(Generic[M]):
                 if isinstance(answer, InputError):
                     raise answer
                 if isinstance(answer, Exception):
-                    self.discard(member, f"could not {what}: {answer}")
+                    member.mark_lost(f"could not {what}: {answer}")
                 else:
                     answers[member.name] = answer
             if not answers:  # all members that were asked may be lost
                 await self.until(lambda: self.members)
         return answers
-
-    def discard(self, member: M, reason: str) -> None:
-        """Takes the member out of service; it is ended and replaced."""
-        member.mark_lost(reason)
 
     async def until(self, holds: Callable[[], Any]) -> None:
         """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
