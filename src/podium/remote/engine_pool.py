@@ -75,8 +75,6 @@ class Probe:
     version: int
     token_ids: list[int]
     logprobs: list[float]
-    held: tuple[Held, ...] = ()
-    """Checksums of the weights that those members hold."""
 
 
 class EnginePool:
@@ -105,7 +103,8 @@ class EnginePool:
         """The member that wrote each episode last."""
         self._weights: Weights | None = None
         self._probe: Probe | None = None
-        self._shown: tuple[Held, ...] = ()
+        self._shown: list[Held] = []
+        """What members show of their weights; pushes are shown before they are scored."""
 
         def new_member(name: str, worker: EngineWorker) -> EngineMember:
             return EngineMember(name, worker, Limit(1 if traits.keeps_order else concurrency))
@@ -119,14 +118,8 @@ class EnginePool:
         self._homes.pop(name, None)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """By every member; they must agree."""
-        scores = await self.score_each(token_ids)
-        first, *others = scores
-        for name in others:
-            gap = mean_gap(scores[first], scores[name])
-            if not gap <= allowed_gap(TOLERANCE[self.traits.dtype], scores[first]):
-                raise EngineError(f"members {first} and {name} of the pool differ in their logprobs by {gap:.2e}")
-        return scores[first]
+        """One member's. The check of a push compares all of them with the trainer's (`score_each`)."""
+        return next(iter((await self.score_each(token_ids)).values()))
 
     async def score_each(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """By every member in service, by name, so that the check of a push can name the member at fault."""
@@ -154,7 +147,7 @@ class EnginePool:
         assert self._weights is not None
         version = self._weights.version
         scores = await self._pool.ask_each(lambda member: member.worker.engine.score(token_ids), "score the probe")
-        self._probe = Probe(version, token_ids, next(iter(scores.values())), self._shown)
+        self._probe = Probe(version, token_ids, next(iter(scores.values())))
         return scores
 
     async def _held_each(self) -> dict[str, Held | None]:
@@ -162,7 +155,7 @@ class EnginePool:
         held: dict[str, Held | None] = await self._pool.ask_each(
             lambda member: member.worker.engine.held(), "show its weights"
         )
-        self._shown = tuple(each for each in held.values() if each is not None)
+        self._shown = [each for each in held.values() if each is not None]
         return held
 
     async def _answers(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
@@ -281,7 +274,7 @@ class EnginePool:
 
     async def _compare(self, member: EngineMember, probe: Probe) -> None:
         said = f"{member.name} says that it holds version {probe.version}"
-        if probe.held and not is_among(await member.worker.engine.held(), probe.held):
+        if self._shown and not is_among(await member.worker.engine.held(), self._shown):
             raise EngineError(f"{said}, but it does not hold the weights that the others hold")
         gap = mean_gap(await member.worker.engine.score(probe.token_ids), probe.logprobs)
         if not gap <= allowed_gap(TOLERANCE[self.traits.dtype], probe.logprobs):
