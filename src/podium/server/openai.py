@@ -87,9 +87,9 @@ class Chat(BaseModel):
     stream_options: StreamOptions | None = None
 
     @classmethod
-    def parse(cls, body: Any) -> "Chat":
+    def parse(cls, body: bytes) -> "Chat":
         try:
-            made = cls.model_validate(body)
+            made = cls.model_validate_json(body)
         except ValidationError as error:
             where = error.errors()[0]["loc"]
             raise Refusal(400, explained(error.errors()), param=str(where[0]) if where else None) from None
@@ -147,10 +147,7 @@ class OpenAi:
         return JSONResponse(self._card)
 
     async def chat(self, request: HttpRequest) -> Any:
-        try:
-            body = Chat.parse(await request.json())
-        except ValueError:
-            raise Refusal(400, "the body is not JSON") from None
+        body = Chat.parse(await request.body())
         self._check_name(body.model)
         policy, context = self._served.policy, self._served.max_context_tokens
         prompt = body.prompt(policy.tokenizer)
