@@ -118,8 +118,8 @@ def test_in_flight_weights_arrive_in_the_middle_of_answers(server: Running) -> N
 
     async def reload(client: httpx.AsyncClient, version: int) -> None:
         folder = published(server.root, policy, version, seed=version, scale=0.1)
-        asked = {"id": folder.name, "version": version, "in_flight": version > 200}
-        assert (await client.post("/reload_weights", json=asked)).status_code == 200
+        weights = {"id": folder.name, "version": version, "in_flight": version > 200}
+        assert (await client.post("/reload_weights", json=weights)).status_code == 200
 
     async def run() -> list[list[int]]:
         headers = {"authorization": f"Bearer {server.token}"}
