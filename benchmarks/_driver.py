@@ -137,13 +137,16 @@ def _report(folder: Path, step: Any) -> None:
 
 def _route_s() -> float:
     """To find a worker with room among many that are busy, for each of them."""
-    from podium.remote.pool import Limit, Member, Members
+    from podium.remote.pool import Limit, Member, Pool, Replica, Rules
 
     async def search() -> float:
-        members: Members[Member[Any]] = Members()
+        unused: Any = None
+        rules = Rules((MEMBERS, MEMBERS), floor=1, max_restarts=0, start_s=1.0, recovery_s=1.0, frozen_s=1.0)
+        pool: Pool[Member[Any]] = Pool(rules, unused, unused, unused)
         for number in range(MEMBERS):
-            members.add(Member(str(number), None, Limit(64), num_in_flight=number % 60))  # type: ignore[arg-type]
-        return _quickest(lambda: members._with_room(4))
+            member = Member(str(number), unused, Limit(64), num_in_flight=number % 60)
+            pool.replicas.append(Replica(str(number), unused, is_local=True, member=member))
+        return _quickest(lambda: pool._with_room(4))
 
     return asyncio.run(search()) / MEMBERS
 

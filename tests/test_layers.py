@@ -12,7 +12,7 @@ import podium
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "stages", "model", "untrusted"}
 FORKED = {"remote.fork_server", "remote.fork_server_process"}
-POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
+POOL = {"remote.engine_pool", "remote.tasks", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
 STAGES = {"data", "rollout", "engine", "reward", "advantage", "filter", "pack", "loss", "trainer", "sync", "report"}
@@ -39,17 +39,18 @@ ALLOWED = {
     "loss": BELOW_STAGES | {"settings.contracts"},
     "trainer": BELOW_STAGES,
     "sync": BELOW_STAGES,
-    "server": BELOW_STAGES | {"remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
+    "server": BELOW_STAGES
+    | {"remote.tasks", "remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
     "report": {"errors", "records", "run.folder", "stages", "untrusted"},
     **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
     "report.build": {"errors", "records", "report", "run.folder", "stages", "untrusted", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export", "server"},
     "remote.codec": {"errors", "records"},
     "remote.engine_pool": {"errors", "model", "records", "stages", *POOL},
-    "remote.fork_server": {"remote.fork_server_process", "remote.loop_thread", "untrusted"},
+    "remote.fork_server": {"remote.fork_server_process", "remote.tasks", "untrusted"},
     "remote.fork_server_process": set(),
-    "remote.loop_thread": {"errors"},
-    "remote.pool": {"errors"},
+    "remote.tasks": {"errors"},
+    "remote.pool": {"errors", "remote.tasks"},
     "remote.rollouts": {"errors", "records", "stages"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "run.folder", "stages", "untrusted"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from podium.errors import EngineError
 from podium.records import Answer, PrefixGroup, Request, Sampling
-from podium.remote.engine_pool import EnginePool, Weights
+from podium.remote.engine_pool import EngineMember, EnginePool, Weights
 from podium.remote.pool import Rules
 
 RULES: dict[str, Any] = {
@@ -123,7 +123,11 @@ class Crew:
         rule = Rules(frozen_s=frozen_s, **(RULES | (rules or {})))
         traits = replace(EnginePool.traits, keeps_order=keeps_order)
         self.engine = FakePool(prepare, rule, traits, concurrency, stalled_s, self._note)
-        self.workers, self.pool, self.members = self.engine.workers, self.engine.pool, self.engine.pool.members
+        self.workers, self.pool = self.engine.workers, self.engine.pool
+
+    @property
+    def members(self) -> list[EngineMember]:
+        return self.pool.members
 
     async def __aenter__(self) -> "Crew":
         return self

@@ -16,7 +16,7 @@ from podium.model import device_thread
 from podium.model.handoff import publish, read_published, remove_published
 from podium.model.load import load_policy
 from podium.records import EngineTraits
-from podium.remote.loop_thread import LoopThread
+from podium.remote.tasks import LoopThread
 from podium.run.start import train
 from podium.settings.tables import Model, Settings
 from podium.sync import Noise, check_parity

@@ -231,7 +231,7 @@ def test_a_member_that_fails_again_and_again_is_replaced() -> None:
 def test_the_death_of_a_process_is_told_as_such_though_its_requests_broke_off_first() -> None:
     async def scene(crew: Crew) -> None:
         first = next(iter(crew.members))
-        first.mark_broken("3 requests in a row failed")
+        first.mark_lost("3 requests in a row failed")
         await asyncio.sleep(0.05)
         crew.workers[0].die()
         await crew.until(lambda: len(crew.of("worker_started")) == 3)

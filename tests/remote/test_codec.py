@@ -295,7 +295,7 @@ def test_noise_is_refused(content: bytes) -> None:
 def test_the_codec_loads_no_torch_until_it_meets_a_tensor() -> None:
     code = (
         "import sys, podium.remote.codec as c; from podium.records import Prompt, Group, Batch; "
-        "g = Group(Prompt(1, (1, 2)), ()); assert c.decode(Group, c.encode(g)) == g; c._form(Batch, False); "
+        "g = Group(Prompt(1, (1, 2)), ()); assert c.decode(Group, c.encode(g)) == g; c._form(Batch); "
         "print('torch' in sys.modules, 'pickle' in vars(c))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

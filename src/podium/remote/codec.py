@@ -15,7 +15,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -26,6 +27,7 @@ from podium.errors import CodecError, InputError, PodiumError
 from podium.records import FINITE
 
 T = TypeVar("T")
+Convert = Callable[[Any], Any]
 PIECE_BYTES = 1 << 30
 """Longest run of raw bytes in a message. MessagePack allows 4 GiB, and a tensor may have more."""
 AS_JSON = b"\xc1"
@@ -40,7 +42,7 @@ def encode(value: Any, kind: Any = None) -> bytes:
     cannot travel."""
     kind = type(value) if kind is None else kind
     try:
-        return _ENCODER.encode(_packed(value, kind, is_text=False))
+        return _ENCODER.encode(to_plain(value, kind))
     except (UnicodeEncodeError, OverflowError):
         return AS_JSON + to_json(value, kind).encode()
     except RecursionError:
@@ -52,10 +54,8 @@ def decode(kind: type[T] | Any, content: Any) -> T:
     view = memoryview(content)
     if view[:1] == AS_JSON:
         return from_json(kind, bytes(view[1:]))
-    try:
-        return _unpacked(_decoder(kind).decode(view), kind, is_text=False)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
+    with _errors_named(kind):
+        return _unpacked(_decoder(kind).decode(view), kind)
 
 
 def to_json(value: Any, kind: Any = None) -> str:
@@ -66,24 +66,22 @@ def to_json(value: Any, kind: Any = None) -> str:
 
 
 def from_json(kind: type[T] | Any, text: str | bytes) -> T:
-    try:
-        plain = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
-    return from_plain(kind, plain)
+    with _errors_named(kind):
+        return from_plain(kind, json.loads(text))
 
 
 def to_plain(value: Any, kind: Any = None) -> Any:
-    """What `to_json` writes, for a larger text that others put together."""
-    return _packed(value, type(value) if kind is None else kind, is_text=True)
+    """What `to_json` writes, for a larger text that others put together; the bytes of tensors are still views."""
+    pack = _form(type(value) if kind is None else kind).pack
+    try:
+        return value if pack is None else pack(value)
+    except _Refused as refused:
+        raise InputError(str(refused)) from None
 
 
 def from_plain(kind: type[T] | Any, plain: Any) -> T:
-    try:
-        wire = msgspec.convert(plain, _form(kind, True).wire)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise CodecError(f"{_name(kind)}: {_explained(error)}") from None
-    return _unpacked(wire, kind, is_text=True)
+    with _errors_named(kind):
+        return _unpacked(msgspec.convert(plain, _form(kind).wire), kind)
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,9 @@ class _Form:
 
     wire: Any
     """The type that msgspec validates."""
-    pack: Callable[[Any], Any] | None = None
+    pack: Convert | None = None
     """From a value to what is written; None: as it is."""
-    unpack: Callable[[Any], Any] | None = None
+    unpack: Convert | None = None
     """From the validated `wire` to a value; None: as it is."""
 
 
@@ -107,23 +105,17 @@ class _Refused(Exception):
     def __init__(self, reason: str) -> None:
         self.reason, self.path = reason, ""
 
-    def inside(self, step: str) -> "_Refused":
-        if not self.label:
-            self.path = step + self.path
-        return self
-
     def __str__(self) -> str:
         return ": ".join(part for part in (self.label, self.path.lstrip("."), self.reason) if part)
 
 
-def _tensor_struct(piece: type) -> Any:
-    shape = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    named: list[Any] = [("dtype", Literal[DTYPES]), ("shape", shape), ("data", tuple[piece, ...])]  # type: ignore[valid-type]
-    return msgspec.defstruct("Tensor", named, forbid_unknown_fields=True)
-
-
-_RAW_TENSOR, _TEXT_TENSOR = _tensor_struct(memoryview), _tensor_struct(bytes)
-"""In binary, and in JSON, where msgspec reads bytes as base64."""
+_SHAPE = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+_TENSOR = msgspec.defstruct(
+    "Tensor",
+    [("dtype", Literal[DTYPES]), ("shape", _SHAPE), ("data", tuple[memoryview, ...])],
+    forbid_unknown_fields=True,
+)
+"""In JSON the data is base64."""
 
 
 class _Torch:
@@ -132,31 +124,34 @@ class _Torch:
     class Tensor: ...
 
 
-def _packed(value: Any, kind: Any, is_text: bool) -> Any:
-    pack = _form(kind, is_text).pack
+@contextmanager
+def _errors_named(kind: Any) -> Iterator[None]:
+    """Whatever is wrong with a message is a `CodecError` with the name of the record."""
     try:
-        return value if pack is None else pack(value)
-    except _Refused as refused:
-        raise InputError(str(refused)) from None
-
-
-def _unpacked(wire: Any, kind: Any, is_text: bool) -> Any:
-    unpack = _form(kind, is_text).unpack
-    try:
-        return wire if unpack is None else unpack(wire)
+        yield
     except PodiumError:
         raise  # such as settings that are refused
-    except (_Refused, ValueError, TypeError, OverflowError) as error:
+    except RecursionError:
+        raise CodecError(f"{_name(kind)}: nested too deeply") from None
+    except (_Refused, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
         raise CodecError(f"{_name(kind)}: {error}") from None
+
+
+def _unpacked(wire: Any, kind: Any) -> Any:
+    unpack = _form(kind).unpack
+    return wire if unpack is None else unpack(wire)
 
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(_form(kind, False).wire)
+    return msgspec.msgpack.Decoder(_form(kind).wire)
 
 
 def _plain_container(value: Any) -> Any:
-    """What msgspec and json do not write by themselves: mappings other than dict, and subclasses of numbers."""
+    """What msgspec and json do not write by themselves: mappings other than dict, and subclasses of numbers; for json
+    also bytes."""
+    if isinstance(value, memoryview):
+        return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
         return dict(value)
     for plain in (float, int, str):
@@ -169,28 +164,28 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain_container)
 
 
 @cache
-def _form(kind: Any, is_text: bool) -> _Form:
+def _form(kind: Any) -> _Form:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _Form(float, None, _finite) if FINITE in arguments[1:] else _form(arguments[0], is_text)
+        return _Form(float, None, _finite) if FINITE in arguments[1:] else _form(arguments[0])
     if origin in (Union, types.UnionType):
-        return _union(arguments, is_text)
+        return _union(arguments)
     if kind is Any:
         return _Form(Any, _plain)
     if origin in (tuple, list, Sequence):
-        return _sequence(origin, arguments, is_text)
+        return _sequence(origin, arguments)
     if origin in (dict, Mapping):
-        return _mapping(arguments[0], arguments[1], is_text)
+        return _mapping(*arguments)
     if kind is _Torch.Tensor or (kind.__module__, getattr(kind, "__name__", "")) == ("torch", "Tensor"):
-        return _tensor(is_text)
+        return _Form(_TENSOR, _raw, _from_raw)
     if hasattr(kind, "from_dict"):
         return _Form(dict[str, Any], lambda value: _plain(value.to_dict()), kind.from_dict)
-    return _record(kind, is_text) if is_dataclass(kind) else _Form(kind)
+    return _record(kind) if is_dataclass(kind) else _Form(kind)
 
 
-def _record(kind: Any, is_text: bool) -> _Form:
+def _record(kind: Any) -> _Form:
     hints = typing.get_type_hints(kind, localns={"torch": _Torch}, include_extras=True)
-    forms = {field.name: _form(hints[field.name], is_text) for field in fields(kind)}
+    forms = {field.name: _form(hints[field.name]) for field in fields(kind)}
     struct = msgspec.defstruct(
         kind.__name__, [(name, form.wire) for name, form in forms.items()], forbid_unknown_fields=True
     )
@@ -200,54 +195,50 @@ def _record(kind: Any, is_text: bool) -> _Form:
 
     def pack(record: Any) -> dict[str, Any]:
         written = {name: getattr(record, name) for name in names}
-        for name, pack_field in packs:
-            try:
-                written[name] = pack_field(written[name])
-            except _Refused as refused:
-                refused.inside(f".{name}").label = refused.label or getattr(record, "label", "")
-                raise
-        return written
+        try:
+            return written | {name: _at(f".{name}", convert, written[name]) for name, convert in packs}
+        except _Refused as refused:
+            refused.label = refused.label or getattr(record, "label", "")
+            raise
 
     def unpack(wire: Any) -> Any:
         values = {name: getattr(wire, name) for name in names}
-        for name, unpack_field in unpacks:
-            try:
-                values[name] = unpack_field(values[name])
-            except _Refused as refused:
-                raise refused.inside(f".{name}") from None
         record = object.__new__(kind)
-        vars(record).update(values)
+        vars(record).update(values | {name: _at(f".{name}", convert, values[name]) for name, convert in unpacks})
         return record
 
     return _Form(struct, pack, unpack)
 
 
-def _sequence(origin: Any, arguments: tuple[Any, ...], is_text: bool) -> _Form:
+def _at(step: str, convert: Convert, value: Any) -> Any:
+    """The value, converted; a refusal says where it stands in the record."""
+    try:
+        return convert(value)
+    except _Refused as refused:
+        if not refused.label:
+            refused.path = step + refused.path
+        raise
+
+
+def _each(convert: Convert, values: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    """Values with their places in a sequence or mapping, converted."""
+    return (_at(f"[{place!r}]", convert, value) for place, value in values)
+
+
+def _sequence(origin: Any, arguments: tuple[Any, ...]) -> _Form:
     """A `Sequence` arrives as a tuple, as records have them."""
     made = list if origin is list else tuple
     if origin is tuple and arguments[-1:] != (...,):
-        return _fixed_tuple([_form(each, is_text) for each in arguments])
-    item = _form(arguments[0], is_text)
+        return _fixed_tuple([_form(each) for each in arguments])
+    item = _form(arguments[0])
     wire = list[item.wire] if made is list else tuple[item.wire, ...]
     if item.pack is None and item.unpack is None:
         return _Form(wire)
-    return _Form(wire, _of_each(item.pack, list), _of_each(item.unpack, made))
 
+    def of_each(convert: Convert | None) -> Convert:
+        return made if convert is None else lambda values: made(_each(convert, enumerate(values)))
 
-def _of_each(convert: Callable[[Any], Any] | None, made: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if convert is None:
-        return made
-
-    def converted(values: Any) -> Any:
-        found: list[Any] = []
-        try:
-            for value in values:
-                found.append(convert(value))
-        except _Refused as refused:
-            raise refused.inside(f"[{len(found)}]") from None
-        return found if made is list else made(found)
-
-    return converted
+    return _Form(wire, of_each(item.pack), of_each(item.unpack))
 
 
 def _fixed_tuple(items: list[_Form]) -> _Form:
@@ -255,45 +246,33 @@ def _fixed_tuple(items: list[_Form]) -> _Form:
     if all(item.pack is None and item.unpack is None for item in items):
         return _Form(wire)
 
-    def each(values: Any, converts: list[Callable[[Any], Any] | None]) -> tuple[Any, ...]:
-        pairs = zip(values, converts, strict=True)
-        return tuple(value if convert is None else convert(value) for value, convert in pairs)
+    def together(converts: list[Convert | None]) -> Convert:
+        return lambda values: tuple(
+            value if convert is None else convert(value) for value, convert in zip(values, converts, strict=True)
+        )
 
-    packs, unpacks = [item.pack for item in items], [item.unpack for item in items]
-    return _Form(wire, lambda values: each(values, packs), lambda values: each(values, unpacks))
+    return _Form(wire, together([item.pack for item in items]), together([item.unpack for item in items]))
 
 
-def _mapping(key: Any, value: Any, is_text: bool) -> _Form:
-    """JSON has no keys but texts, so any others stand there in pairs with their values."""
+def _mapping(key: Any, value: Any) -> _Form:
+    """JSON has no keys but texts, so any others travel in pairs with their values."""
     if value is Any:
         return _Form(dict[key, Any], lambda given: _plain(dict(given)))
-    item = _form(value, is_text)
-    if is_text and key is not str:
-        pairs, pack = _form(tuple[tuple[key, value], ...], True), item.pack or (lambda value: value)
-        unpack = dict if pairs.unpack is None else lambda wire: dict(pairs.unpack(wire))  # type: ignore[misc]
-        return _Form(pairs.wire, lambda given: [[k, pack(given[k])] for k in given], unpack)
-    return _Form(dict[key, item.wire], _of_values(item.pack), _of_values(item.unpack))
+    if key is not str:
+        pairs = _form(tuple[tuple[key, value], ...])
+        pack, unpack = pairs.pack or tuple, pairs.unpack or tuple
+        return _Form(pairs.wire, lambda given: pack(given.items()), lambda wire: dict(unpack(wire)))
+    item = _form(value)
+
+    def of_values(convert: Convert | None) -> Convert | None:
+        return convert and (lambda given: dict(zip(given, _each(convert, given.items()), strict=True)))
+
+    return _Form(dict[str, item.wire], of_values(item.pack), of_values(item.unpack))
 
 
-def _of_values(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    if convert is None:
-        return None
-
-    def converted(given: Mapping[Any, Any]) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for key, value in given.items():
-            try:
-                found[key] = convert(value)
-            except _Refused as refused:
-                raise refused.inside(f"[{key!r}]") from None
-        return found
-
-    return converted
-
-
-def _union(members: tuple[Any, ...], is_text: bool) -> _Form:
+def _union(members: tuple[Any, ...]) -> _Form:
     """Values of one member at most are converted; the others are numbers, texts or None."""
-    forms = [_form(member, is_text) for member in members]
+    forms = [_form(member) for member in members]
     wire = Union[tuple(form.wire for form in forms)]  # type: ignore[misc]  # noqa: UP007
     changing = [form for form in forms if form.pack is not None or form.unpack is not None]
     if not changing:
@@ -301,7 +280,7 @@ def _union(members: tuple[Any, ...], is_text: bool) -> _Form:
     [form] = changing
     native = tuple(type(None) if each.wire is None else each.wire for each in forms if each is not form)
 
-    def kept(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    def kept(convert: Convert | None) -> Convert | None:
         return convert and (lambda value: value if isinstance(value, native) else convert(value))
 
     return _Form(wire, kept(form.pack), kept(form.unpack))
@@ -329,14 +308,6 @@ def _finite(value: float) -> float:
     return value
 
 
-def _tensor(is_text: bool) -> _Form:
-    def as_text(tensor: Any) -> dict[str, Any]:
-        raw = _raw(tensor)
-        return raw | {"data": [base64.b64encode(piece).decode() for piece in raw["data"]]}
-
-    return _Form(_TEXT_TENSOR, as_text, _from_raw) if is_text else _Form(_RAW_TENSOR, _raw, _from_raw)
-
-
 def _raw(tensor: Any) -> dict[str, Any]:
     import torch
 
@@ -361,7 +332,3 @@ def _from_raw(raw: Any) -> Any:
 
 def _name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("podium.records.", "")
-
-
-def _explained(error: BaseException) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from podium.errors import EngineError, PodiumError, WeightsError
 from podium.model.evidence import Held, allowed_gap, is_among, mean_gap
 from podium.records import Answer, EngineTraits, Request, Sampling
-from podium.remote.loop_thread import LoopThread
 from podium.remote.pool import MISSES, Limit, Member, OnEvent, Pool, RetriesError, Rules, Worker
-from podium.remote.rollouts import Batching, all_or_none
+from podium.remote.rollouts import Batching
+from podium.remote.tasks import LoopThread, all_or_none, end_tasks
 from podium.stages import OnTokens
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -75,8 +75,6 @@ class Probe:
     version: int
     token_ids: list[int]
     logprobs: list[float]
-    held: tuple[Held, ...] = ()
-    """Checksums of the weights that those members hold."""
 
 
 class EnginePool:
@@ -105,7 +103,8 @@ class EnginePool:
         """The member that wrote each episode last."""
         self._weights: Weights | None = None
         self._probe: Probe | None = None
-        self._shown: tuple[Held, ...] = ()
+        self._shown: list[Held] = []
+        """What members show of their weights; pushes are shown before they are scored."""
 
         def new_member(name: str, worker: EngineWorker) -> EngineMember:
             return EngineMember(name, worker, Limit(1 if traits.keeps_order else concurrency))
@@ -119,14 +118,8 @@ class EnginePool:
         self._homes.pop(name, None)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """By every member; they must agree."""
-        scores = await self.score_each(token_ids)
-        first, *others = scores
-        for name in others:
-            gap = mean_gap(scores[first], scores[name])
-            if not gap <= allowed_gap(TOLERANCE[self.traits.dtype], scores[first]):
-                raise EngineError(f"members {first} and {name} of the pool differ in their logprobs by {gap:.2e}")
-        return scores[first]
+        """One member's. The check of a push compares all of them with the trainer's (`score_each`)."""
+        return next(iter((await self.score_each(token_ids)).values()))
 
     async def score_each(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """By every member in service, by name, so that the check of a push can name the member at fault."""
@@ -140,7 +133,6 @@ class EnginePool:
         """Every member loads the weights or is replaced; raises unless enough have them. The first push starts the
         pool."""
         async with self._pushing:
-            self._pool.raise_failure()
             before, self._weights = self._weights, weights
             if before is None:
                 self._start()
@@ -155,7 +147,7 @@ class EnginePool:
         assert self._weights is not None
         version = self._weights.version
         scores = await self._pool.ask_each(lambda member: member.worker.engine.score(token_ids), "score the probe")
-        self._probe = Probe(version, token_ids, next(iter(scores.values())), self._shown)
+        self._probe = Probe(version, token_ids, next(iter(scores.values())))
         return scores
 
     async def _held_each(self) -> dict[str, Held | None]:
@@ -163,7 +155,7 @@ class EnginePool:
         held: dict[str, Held | None] = await self._pool.ask_each(
             lambda member: member.worker.engine.held(), "show its weights"
         )
-        self._shown = tuple(each for each in held.values() if each is not None)
+        self._shown = [each for each in held.values() if each is not None]
         return held
 
     async def _answers(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
@@ -184,8 +176,7 @@ class EnginePool:
                 raise EngineError("the pool was closed before the engine answered")
             await sending
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            await end_tasks([sending])
 
     def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
         """Which requests go to one member together: prefix groups, several where members keep the order."""
@@ -218,10 +209,10 @@ class EnginePool:
                 if missing.pop(place, None) is not None:
                     hand_over(place, answer)
                     if not is_whole:
-                        self._pool.members.release(member, 1)
+                        self._pool.release(member, 1)
 
             await all_or_none(write(place, request) for place, request in asked.items())
-            is_wanted = self._pool.members.waiting_since is not None
+            is_wanted = self._pool.waiting_since is not None
             member.limit.finished(monotonic() - started, longest, len(asked), is_wanted)
 
         try:
@@ -240,7 +231,7 @@ class EnginePool:
     async def _load_all(self, weights: Weights) -> bool:
         """Whether the push succeeded. Members that did not confirm it while others did are replaced. If all reject the
         weights, the weights are at fault."""
-        answers = await self._pool.broadcast(list(self._pool.members), lambda member: self._load(member, weights))
+        answers = await self._pool.broadcast(self._pool.members, lambda member: self._load(member, weights))
         failed = {member: error for member, error in answers.items() if error is not None}
         if failed and len(failed) == len(answers) and all(isinstance(e, WeightsError) for e in failed.values()):
             for replica in self._pool.replicas:
@@ -248,7 +239,7 @@ class EnginePool:
                     replica.last_problem = str(failed[replica.member])
             return False
         for member, error in failed.items():
-            self._pool.discard(member, f"did not take version {weights.version}: {error}")
+            member.mark_lost(f"did not take version {weights.version}: {error}")
         return True
 
     async def _load(self, member: EngineMember, weights: Weights) -> None:
@@ -283,7 +274,7 @@ class EnginePool:
 
     async def _compare(self, member: EngineMember, probe: Probe) -> None:
         said = f"{member.name} says that it holds version {probe.version}"
-        if probe.held and not is_among(await member.worker.engine.held(), probe.held):
+        if self._shown and not is_among(await member.worker.engine.held(), self._shown):
             raise EngineError(f"{said}, but it does not hold the weights that the others hold")
         gap = mean_gap(await member.worker.engine.score(probe.token_ids), probe.logprobs)
         if not gap <= allowed_gap(TOLERANCE[self.traits.dtype], probe.logprobs):

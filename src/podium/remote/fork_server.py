@@ -23,17 +23,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from podium.remote.fork_server_process import CHUNK, DONE, FAILED, LENGTH, Limits
-from podium.remote.loop_thread import LoopThread
+from podium.remote.tasks import LoopThread
 from podium.untrusted import printable
-
-T = TypeVar("T")
 
 ANSWER_S = 20.0
 """For a fork or a burial."""
@@ -52,15 +50,11 @@ main(given)
 
 
 class RemoteError(Exception):
-    """A failure of a process, other than a TimeoutError."""
+    """A failure of a process, other than a TimeoutError; also when the system allows no further child."""
 
 
 class StartError(RemoteError):
     """The server cannot be started."""
-
-
-class ForkError(RemoteError):
-    """The system allows no further child, or the server died."""
 
 
 class CallError(RemoteError):
@@ -120,8 +114,8 @@ class ForkServer:
             await self._started()
 
     async def fork(self, environment: Mapping[str, str] | None = None) -> "Child":
-        """A child that has the object. StartError, ForkError, CallError if it cannot make the object, DiedError, or
-        TimeoutError after `start_s`."""
+        """A child that has the object. A CallError if it cannot make the object; another RemoteError if there is no
+        child, such as a StartError; a TimeoutError after `start_s`."""
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
         try:
@@ -172,7 +166,7 @@ class ForkServer:
         with theirs:
             answer = await self._ask({"fork": dict(environment)}, theirs.fileno())
         if isinstance(answer, str):
-            raise ForkError(answer)
+            raise RemoteError(answer)
         return self.pid, answer
 
     async def _ask(self, question: Mapping[str, Any], *descriptors: int) -> Any:
@@ -184,22 +178,23 @@ class ForkServer:
                 return json.loads(await _message(control, ANSWER_S))
             except (OSError, ValueError):
                 self._kill()  # it is frozen or gone; its children die with it
-                raise ForkError("the process that forks them died") from None
+                raise RemoteError("the process that forks them died") from None
 
     async def _started(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._control is None:
             try:
-                self._control = await self._start()
+                await self._start()
             except BaseException:
                 self._kill()
                 raise
+        assert self._control is not None
         return self._control
 
-    async def _start(self) -> socket.socket:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mine.setblocking(False)
+    async def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
         here = {"driver": os.getpid(), "control": theirs.fileno(), "path": sys.path}
         with theirs, tempfile.TemporaryFile() as file:
             file.write(json.dumps(self._given | here).encode())
@@ -214,18 +209,13 @@ class ForkServer:
                 start_new_session=True,  # an interrupt from the keyboard is for the driver alone
             )
         try:
-            problem = json.loads(await _message(mine, self.start_s))
+            problem = json.loads(await _message(self._control, self.start_s))
         except TimeoutError:
             problem = f"the process that forks them was not ready within {self.start_s:g} s"
         except (OSError, ValueError):
             problem = "the process that forks them died, see stderr"
-        except BaseException:
-            mine.close()
-            raise
         if problem is not None:
-            mine.close()
             raise StartError(problem)
-        return mine
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -265,13 +255,9 @@ class Child:
         """Calls a method of the object. TimeoutError if the child does not read the call; `receive` notices a dead
         child."""
         message = method.encode() + b"\n" + content
-        try:
-            async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s):
+            with suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self._socket, LENGTH.pack(len(message)) + message)
-        except TimeoutError:
-            raise
-        except OSError:
-            return
 
     async def receive(self, limit_s: float, max_bytes: int = MAX_REPLY) -> bytes:
         """The next reply. TimeoutError, CallError, GarbledError, or DiedError: then the child is buried already.
@@ -358,7 +344,7 @@ class BlockingChild:
         self._server, self._thread = server, LoopThread()
         self._child: Child | None = None
         try:
-            self._child = self._wait(server.fork())
+            self._child = self._thread.start(server.fork()).result()
         except BaseException:
             self.close()
             raise
@@ -366,7 +352,7 @@ class BlockingChild:
     def call(self, method: str, content: bytes, limit_s: float) -> bytes:
         """As `Child.call`."""
         assert self._child is not None
-        return self._wait(self._child.call(method, content, limit_s))
+        return self._thread.start(self._child.call(method, content, limit_s)).result()
 
     def close(self) -> None:
         """Kills the child and ends the server."""
@@ -376,9 +362,6 @@ class BlockingChild:
             if self._child is not None:
                 self._child.close()
             self._server.close()
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop).result()
 
 
 async def _readable(descriptors: Sequence[int], limit_s: float | None) -> bool:

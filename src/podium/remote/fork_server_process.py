@@ -77,13 +77,19 @@ class Server:
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given, self._driver = given, given["driver"]
         self._control = socket.socket(fileno=given["control"])
-        self._leftovers = {Path(path) for path in given["leftovers"]}
+        self._leftovers: set[str] = set(given["leftovers"])
         self._limits = Limits(**given["limits"]) if given["limits"] else None
         self._max_tasks = num_tasks_of_user() + self._limits.more_tasks if self._limits else 0
         self._children: set[int] = set()
         self._is_closed = False
         """By the driver, which then removes its files itself."""
         self._make = self._make_object
+        self._answers: dict[str, Callable[..., Any]] = {
+            "fork": self._fork,
+            "bury": self._bury,
+            "remember": self._leftovers.update,
+            "forget": self._leftovers.difference_update,
+        }
 
     def prepare(self) -> None:
         if self._given["is_shared"]:
@@ -97,7 +103,7 @@ class Server:
     def serve(self) -> None:
         """Until the driver closes its end, or is gone."""
         self._control.settimeout(1.0)  # the socket may have been inherited by another child of a driver that is gone
-        while os.getppid() == self._driver and not self._is_closed:
+        while os.getppid() == self._driver:
             try:
                 message, descriptors, _, _ = socket.recv_fds(self._control, CHUNK, 1)
             except TimeoutError:
@@ -107,7 +113,10 @@ class Server:
             if not message:
                 break
             [(question, content)] = json.loads(message).items()
-            self._reply_to(question, content, descriptors)
+            if question == "close":
+                self._is_closed = True
+                break
+            self.answer(self._answers[question](content, *descriptors))
         self.end()
 
     def end(self, *_: object) -> None:
@@ -117,7 +126,7 @@ class Server:
             self._bury(child)
         kill_strays(())
         if self._leftovers and not self._is_closed and self._is_alone():
-            for path in self._leftovers:
+            for path in map(Path, self._leftovers):
                 path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
         os._exit(0)
 
@@ -128,28 +137,13 @@ class Server:
             time.sleep(0.02)
         return os.getppid() != self._driver
 
-    def _reply_to(self, question: str, content: Any, descriptors: list[int]) -> None:
-        match question:
-            case "fork":
-                self.answer(self._fork(descriptors[0], content))
-            case "bury":
-                self.answer(self._bury(content))
-            case "remember":
-                self._leftovers |= {Path(path) for path in content}
-                self.answer(None)
-            case "forget":
-                self._leftovers -= {Path(path) for path in content}
-                self.answer(None)
-            case "close":
-                self._is_closed = True
-
     def _bury(self, child: int) -> int | None:
         if child not in self._children:
             return None
         self._children.discard(child)
         return bury(child, self._children)
 
-    def _fork(self, descriptor: int, environment: Mapping[str, str]) -> int | str:
+    def _fork(self, environment: Mapping[str, str], descriptor: int) -> int | str:
         """The child's process number, or why there is none."""
         server = os.getpid()
         try:
@@ -187,7 +181,9 @@ class Connection:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._pid = descriptor, os.getpid()
-        os.set_blocking(descriptor, True)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.setblocking(True)
+        self._calls = self._socket.makefile("rb")
 
     def reply(self, content: bytes) -> None:
         self._send(DONE + content)
@@ -204,19 +200,13 @@ class Connection:
     def _send(self, message: bytes) -> None:
         if os.getpid() != self._pid:  # the object forked, and that process returned here as well
             os._exit(1)
-        data = memoryview(LENGTH.pack(len(message)) + message)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        self._socket.sendall(LENGTH.pack(len(message)) + message)
 
     def _read(self, count: int) -> bytes:
-        chunks = []
-        while count:
-            chunk = os.read(self._descriptor, count)
-            if not chunk:
-                os._exit(0)
-            chunks.append(chunk)
-            count -= len(chunk)
-        return b"".join(chunks)
+        content = self._calls.read(count)
+        if len(content) < count:
+            os._exit(0)
+        return content
 
 
 def serve(connection: Connection, make: Callable[[], Any]) -> None:

@@ -16,14 +16,14 @@ ends. Its event loop does not answer several pings in a row. The caller's own `w
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from podium.errors import BusyError, InputError, PodiumError, WorkerError
+from podium.remote.tasks import Changes, end_tasks
 
 TICK_S = 0.25
 SCALE_UP_S = 1.0
@@ -161,124 +161,32 @@ class Member(Generic[W]):
     idle_since: float = field(default_factory=monotonic)
     not_before: float = 0.0
     """Until then it gets no request."""
-    lost: str | None = None
-    """Why it is out of service for good."""
-    fault: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Set when a request finds the member broken; the pool then takes it out of service."""
-    open: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Its open requests."""
+    lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Why it is out of service; set once. The pool then ends and replaces the member."""
 
-    def mark_broken(self, reason: str) -> None:
-        if not self.fault.done():
-            self.fault.set_result(reason)
+    def mark_lost(self, reason: str) -> None:
+        """Also ends its open requests."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
 
-    async def attempt(self, work: Awaitable[Any], limit_s: float) -> Any:
+    def has_room(self, size: int) -> bool:
+        """Work larger than the limit goes to a member that has no other work."""
+        is_free = self.num_in_flight == 0 or self.num_in_flight + size <= self.limit.size
+        return is_free and not self.lost.done() and monotonic() >= self.not_before
+
+    async def attempt(self, work: Awaitable[T], limit_s: float) -> T:
         """Awaits `work`. Raises `WorkerError` as soon as the member is lost."""
         task = asyncio.ensure_future(work)
-        self.open.add(task)
         try:
-            async with asyncio.timeout(limit_s):
-                return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self.lost is not None and current is not None and not current.cancelling():
-                raise WorkerError(self.lost) from None
-            raise
-        except TimeoutError:
-            raise WorkerError(f"no answer within {limit_s:g} s") from None
+            await asyncio.wait({task, self.lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise WorkerError(self.lost.result() if self.lost.done() else f"no answer within {limit_s:g} s")
         finally:
-            self.open.discard(task)
-            task.cancel()
+            await end_tasks([task])
 
 
 M = TypeVar("M", bound=Member[Any])
-
-
-class Members(Generic[M]):
-    """The members in service."""
-
-    def __init__(self) -> None:
-        self._members: list[M] = []
-        self._waiting: deque[tuple[int, M | None, asyncio.Future[M]]] = deque()
-        self._failure: BaseException | None = None
-        self.waiting_since: float | None = None
-        """Since when work has been waiting for room."""
-
-    def __iter__(self) -> Iterator[M]:
-        return iter(list(self._members))
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def add(self, member: M) -> None:
-        self._members.append(member)
-        self._assign()
-
-    def remove(self, member: M, reason: str) -> None:
-        """Takes the member out of service for good and ends its open requests."""
-        member.lost = reason
-        if member in self._members:
-            self._members.remove(member)
-        for task in list(member.open):
-            task.cancel()
-
-    def fail(self, error: BaseException) -> None:
-        """Raises `error` in all waiting and future calls of `acquire`."""
-        self._failure = error
-        while self._waiting:
-            *_, assigned = self._waiting.popleft()
-            if not assigned.done():
-                assigned.set_exception(error)
-
-    async def acquire(self, size: int, first: M | None = None) -> M:
-        """`first` if it has room for work of this size; else the member with the least work in flight, once one has
-        room."""
-        if self._failure is not None:
-            raise self._failure
-        assigned: asyncio.Future[M] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, first, assigned))
-        self._assign()
-        try:
-            return await assigned
-        except asyncio.CancelledError:
-            if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
-                self.release(assigned.result(), size)
-            raise
-
-    def release(self, member: M, size: int) -> None:
-        member.num_in_flight -= size
-        if member.num_in_flight == 0:
-            member.idle_since = monotonic()
-        self._assign()
-
-    def rest(self, member: M, for_s: float) -> None:
-        """Gives the member no new work for a while."""
-        member.not_before = monotonic() + for_s
-        asyncio.get_running_loop().call_later(for_s, self._assign)
-
-    def _assign(self) -> None:
-        while self._waiting:
-            size, first, assigned = self._waiting[0]
-            if not assigned.done():
-                member = self._with_room(size, first)
-                if member is None:
-                    self.waiting_since = self.waiting_since or monotonic()
-                    return
-                member.num_in_flight += size
-                assigned.set_result(member)
-            self._waiting.popleft()
-        self.waiting_since = None
-
-    def _with_room(self, size: int, first: M | None) -> M | None:
-        """Work larger than a member's limit goes to a member that has no other work."""
-        now = monotonic()
-        free = [
-            member
-            for member in self._members
-            if now >= member.not_before
-            and (member.num_in_flight == 0 or member.num_in_flight + size <= member.limit.size)
-        ]
-        return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
 
 
 @dataclass(eq=False)
@@ -303,7 +211,7 @@ class Replica(Generic[M]):
 
     @property
     def was_tried(self) -> bool:
-        return self.member is not None or self.started > 1 or self.given_up or self.failed_starts > 0
+        return self.member is not None or self.started > 1 or self.failed_starts > 0
 
 
 class Pool(Generic[M]):
@@ -320,13 +228,15 @@ class Pool(Generic[M]):
         """`new_member` takes a name and a worker. `prepare` makes a member ready to serve, or raises; the event
         `worker_started` contains what it returns. `watch` returns a reason once a member does not work any more."""
         self.rules, self.replicas = rules, list[Replica[M]]()
-        self.members: Members[M] = Members()
         self.failure: PodiumError | None = None
+        self.waiting_since: float | None = None
+        """Since when work has been waiting for room."""
+        self._num_waiting = 0
+        self._turn, self._changes = asyncio.Lock(), Changes()
         self._new_member, self._prepare, self._watch, self._on_event = new_member, prepare, watch, on_event
         self._launch: Launch | None = None
         self._named = 0
         self._supervision: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
         self._short_since: float | None = None
 
     def start(self, launch: Launch | None, servers: Iterable[tuple[str, Launch]] = ()) -> None:
@@ -340,11 +250,15 @@ class Pool(Generic[M]):
         self._supervision = asyncio.create_task(self._supervise())
         self._supervision.add_done_callback(self._broke)
 
+    @property
+    def members(self) -> list[M]:
+        """Those in service."""
+        found = [replica.member for replica in self.replicas if replica.member is not None]
+        return [member for member in found if not member.lost.done()]
+
     async def close(self) -> None:
-        tasks = [task for task in (self._supervision, *(each.task for each in self.replicas)) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = (self._supervision, *(each.task for each in self.replicas))
+        await end_tasks(task for task in tasks if task is not None)
 
     async def send(
         self,
@@ -362,7 +276,7 @@ class Pool(Generic[M]):
         rules, reasons = self.rules, list[str]()
         busy_until: float | None = None
         while len(reasons) <= rules.max_redispatches:
-            member = await self.members.acquire(size(), first)
+            member = await self._acquire(size(), first)
             try:
                 answer = await member.attempt(work(member), rules.request_s)
             except BusyError as error:
@@ -370,21 +284,28 @@ class Pool(Generic[M]):
                 if monotonic() > busy_until:
                     raise rules.error(f"{member.name} has been busy for {rules.recovery_s:g} s") from error
                 member.limit.refused()
-                self.members.rest(member, REST_S)
+                self._rest(member)
             except WorkerError as error:
                 reasons.append(f"{member.name}: {error}")
-                self.members.rest(member, REST_S)
+                self._rest(member)
                 member.failed += 1
                 if member.failed >= MAX_FAILED:
-                    member.mark_broken(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
+                    member.mark_lost(f"{member.failed} requests in a row failed, the last one: {reasons[-1]}")
                 if len(reasons) <= rules.max_redispatches:
                     self._on_event("redispatched", worker=member.name, **details(), reason=reasons[-1])
             else:
                 member.failed, member.finished = 0, member.finished + 1
                 return answer
             finally:
-                self.members.release(member, size())
+                self.release(member, size())
         raise RetriesError(reasons)
+
+    def release(self, member: M, size: int) -> None:
+        """So much of the member's work has ended."""
+        member.num_in_flight -= size
+        if member.num_in_flight == 0:
+            member.idle_since = monotonic()
+        self._changes.notify()
 
     async def broadcast(self, members: Sequence[M], call: Callable[[M], Awaitable[T]]) -> dict[M, T | Exception]:
         """Calls all `members` at the same time; the answer of a member that fails is its error."""
@@ -401,31 +322,22 @@ class Pool(Generic[M]):
         """What each member in service answers, by name; members that join meanwhile are asked too. A member that fails
         to answer is replaced."""
         answers: dict[str, T] = {}
-        await self.until(lambda: len(self.members) > 0)
+        await self.until(lambda: self.members)
         while asked := [member for member in self.members if member.name not in answers]:
             for member, answer in (await self.broadcast(asked, ask)).items():
                 if isinstance(answer, InputError):
                     raise answer
                 if isinstance(answer, Exception):
-                    self.discard(member, f"could not {what}: {answer}")
+                    member.mark_lost(f"could not {what}: {answer}")
                 else:
                     answers[member.name] = answer
             if not answers:  # all members that were asked may be lost
-                await self.until(lambda: len(self.members) > 0)
+                await self.until(lambda: self.members)
         return answers
 
-    def discard(self, member: M, reason: str) -> None:
-        """Takes the member out of service; it is ended and replaced."""
-        member.mark_broken(reason)
-        self.members.remove(member, reason)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, holds: Callable[[], Any]) -> None:
         """Waits until `holds`. Raises the pool's failure, which comes within the limits of the rules."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.failure is not None or holds())
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
+        await self._changes.until(lambda: self.failure is not None or holds())
         if self.failure is not None:
             raise self.failure
 
@@ -433,6 +345,39 @@ class Pool(Generic[M]):
         """The last problem of each replica, for people."""
         found = [f"{replica.name}: {replica.last_problem}" for replica in self.replicas if replica.last_problem]
         return "; ".join(found) or "no reason"
+
+    async def _acquire(self, size: int, first: M | None) -> M:
+        """`first` if it has room for work of this size; else the member with the least work in flight, once one has
+        room."""
+        self._num_waiting += 1
+        try:
+            async with self._turn:  # whoever has waited longest is next
+                member = await self._changes.until(lambda: self._with_room(size, first))
+                assert member is not None
+                member.num_in_flight += size
+                return member
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self.waiting_since = None
+
+    def _with_room(self, size: int, first: M | None = None) -> M | None:
+        if self.failure is not None:
+            raise self.failure
+        free = [member for member in self.members if member.has_room(size)]
+        if not free:
+            self.waiting_since = self.waiting_since or monotonic()
+        return first if first in free else min(free, key=lambda member: member.num_in_flight, default=None)
+
+    def _rest(self, member: M) -> None:
+        """Gives the member no new work for a while."""
+        member.not_before = monotonic() + REST_S
+        asyncio.get_running_loop().call_later(REST_S, self._changes.notify)
+
+    def _fail(self, error: PodiumError) -> None:
+        """Raises `error` in everything that waits for the pool, now or later."""
+        self.failure = error
+        self._changes.notify()
 
     def _add_replica(self) -> None:
         assert self._launch is not None
@@ -447,8 +392,7 @@ class Pool(Generic[M]):
     def _broke(self, task: asyncio.Task[None]) -> None:
         """Without this, a defect of the pool itself would leave a replica empty in silence."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failure = self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}")
-            self.members.fail(self.failure)
+            self._fail(self.rules.error(f"the pool itself failed: {type(error).__name__}: {error}"))
 
     async def _run(self, replica: Replica[M]) -> None:
         """The life of a replica: one member after the other."""
@@ -456,11 +400,10 @@ class Pool(Generic[M]):
             member = await self._start_member(replica)
             if member is None:
                 replica.failed_starts += 1
-                await self._notify()
-                if replica.is_local and replica.failed_starts > self.rules.max_restarts:
-                    replica.given_up = True
+                replica.given_up = replica.is_local and replica.failed_starts > self.rules.max_restarts
+                self._changes.notify()
+                if replica.given_up:
                     self._on_event("seat_given_up", worker=replica.name, reason=replica.last_problem)
-                    await self._notify()
                     return
             else:
                 replica.failed_starts = 0
@@ -486,18 +429,17 @@ class Pool(Generic[M]):
             if not isinstance(error, (PodiumError, OSError, TimeoutError)):
                 raise
             if isinstance(error, InputError):  # another start would not help
-                self.failure = error
+                self._fail(error)
             took_long = isinstance(error, TimeoutError)
             replica.last_problem = f"not ready within {self.rules.start_s:g} s" if took_long else str(error)
             self._on_event("start_failed", worker=replica.name, reason=replica.last_problem)
             return None
-        self.members.add(member)
         replica.member = member
+        self._changes.notify()
         seconds, members = monotonic() - began, len(self.members)
         self._on_event(
             "worker_started", worker=member.name, pid=worker.pid, **details, seconds=seconds, members=members
         )
-        await self._notify()
         return member
 
     async def _until_lost(self, replica: Replica[M], member: M) -> str:
@@ -506,20 +448,19 @@ class Pool(Generic[M]):
         try:
             reason = await self._lost(member)
         finally:
-            self.members.remove(member, reason or "the pool closed")
+            member.mark_lost(reason or "the pool closed")
             replica.member = None
             if reason and not replica.retiring:
                 self._on_event("worker_lost", worker=member.name, reason=reason, members=len(self.members))
             with suppress(OSError, PodiumError):
                 await asyncio.shield(member.worker.end())
-        await self._notify()
         return reason
 
     async def _lost(self, member: M) -> str:
         """Waits until the member is lost and says why. The end of its process causes the other signs, so it is named
         first."""
         ending = asyncio.ensure_future(member.worker.exited())
-        signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.fault)]
+        signs = [frozen(member.worker, self.rules.frozen_s), asyncio.shield(member.lost)]
         if self._watch is not None:
             signs.append(self._watch(member))
         tasks = {ending, *map(asyncio.ensure_future, signs)}
@@ -530,9 +471,7 @@ class Pool(Generic[M]):
             sign = ending if ending.done() else done.pop()
             return sign.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def _supervise(self) -> None:
         while self.failure is None:
@@ -540,31 +479,26 @@ class Pool(Generic[M]):
             self._check_floor()
             if self._launch is not None:
                 self._scale()
-        self.members.fail(self.failure)
-        await self._notify()
 
     def _check_floor(self) -> None:
-        floor, rules = self.rules.floor, self.rules
+        floor, rules, problem = self.rules.floor, self.rules, ""
         num_open = sum(not replica.given_up and not replica.retiring for replica in self.replicas)
         if num_open < floor:
-            self.failure = rules.error(
-                f"{num_open} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}; {self.problems()}"
-            )
+            problem = f"{num_open} of the pool's {rules.kind} are left and {rules.floor_name} = {floor}"
         elif len(self.members) >= floor:
             self._short_since = None
         else:
             self._short_since = self._short_since or monotonic()
             limit = rules.recovery_s if any(replica.started > 1 for replica in self.replicas) else rules.start_s
             if monotonic() - self._short_since > limit:
-                self.failure = rules.error(
-                    f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s; {self.problems()}"
-                )
+                problem = f"the pool had fewer than {floor} {rules.kind} in service for {limit:g} s"
+        if problem:
+            self._fail(rules.error(f"{problem}; {self.problems()}"))
 
     def _scale(self) -> None:
         least, most = self.rules.replicas
         local = [each for each in self.replicas if each.is_local and not each.retiring and not each.given_up]
-        waiting = self.members.waiting_since
-        if waiting is not None and monotonic() - waiting > SCALE_UP_S:
+        if self.waiting_since is not None and monotonic() - self.waiting_since > SCALE_UP_S:
             if len(local) < most and all(replica.member is not None for replica in local):
                 self._add_replica()
                 self._on_event("scaled", members=len(local) + 1, before=len(local), reason="requests wait for room")
@@ -575,12 +509,8 @@ class Pool(Generic[M]):
             for_s = monotonic() - member.idle_since
             if for_s > self.rules.idle_s:
                 replica.retiring = True
-                member.mark_broken(f"retired: idle for {for_s:.0f} s")
+                member.mark_lost(f"retired: idle for {for_s:.0f} s")
                 self._on_event("scaled", members=len(local) - 1, before=len(local), reason=f"idle for {for_s:.0f} s")
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 async def frozen(worker: Worker, limit_s: float) -> str:

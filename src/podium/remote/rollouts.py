@@ -5,10 +5,9 @@ answer reaches its own caller as soon as it arrives.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from podium.errors import CodecError, EngineError
 from podium.records import Answer, Request
@@ -94,16 +93,13 @@ class Batching:
         call = asyncio.get_running_loop().create_task(self._settle(part))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        num_open, cancelled = len(part), False
+        answers = [answer for _, answer in part]
 
-        def settled(answer: "asyncio.Future[Answer]") -> None:
-            nonlocal num_open, cancelled
-            num_open, cancelled = num_open - 1, cancelled or answer.cancelled()
-            if num_open == 0 and cancelled:
+        def settled(_: object) -> None:
+            if any(answer.cancelled() for answer in answers):
                 call.cancel()
 
-        for _, answer in part:
-            answer.add_done_callback(settled)
+        asyncio.gather(*answers, return_exceptions=True).add_done_callback(settled)
 
     async def _settle(self, part: list[Waiting]) -> None:
         """Makes the call. Its error is the error of each request that has no answer yet."""
@@ -122,15 +118,3 @@ class Batching:
         for _, answer in part:
             if not answer.done():
                 answer.set_exception(failure)
-
-
-async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs all at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
-    this returns."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,7 +17,7 @@ Every answer contains the version of its weights and the run that owns them. Onl
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -34,32 +34,34 @@ from podium.model.chat import tokenizer_fingerprint
 from podium.model.evidence import Held
 from podium.model.handoff import in_saved_format
 from podium.records import Answer, Request
-from podium.remote.codec import from_plain, to_plain
+from podium.remote.codec import from_json, to_plain
 from podium.remote.rollouts import Rollouts, Written
 from podium.server.door import Door, Refusal
 from podium.server.openai import OpenAi
 from podium.server.served import Served, failure
 from podium.server.wire import (
     READ,
-    Asked,
     ClaimBody,
     Generate,
     Join,
+    PromptRequests,
     Receive,
     ReleaseBody,
     Reload,
+    RunBody,
     Score,
-    Show,
     check_ids,
     check_requests,
+    collected,
     cut_at_texts,
     explained,
-    unless_gone,
+    with_signs_of_life,
 )
 
+POSTED = ("generate", "rollouts", "score", "held", "reload_weights", "join_transfer", "receive_weights")
+POSTED += ("claim", "release")
 Log = Callable[[str], None]
-Lines = AsyncGenerator[dict[str, Any] | None]
-"""Lines of a streamed answer; None: a sign of life."""
+Lines = AsyncGenerator[dict[str, Any]]
 
 
 def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, model_name: str = "policy") -> Door:
@@ -69,16 +71,17 @@ def make_app(served: Served, token: bytes | None, engine_name: str, log: Log, mo
     routes = _Routes(served, engine_name, log)
     for path, answer in (("/health", routes.health), ("/info", routes.info), ("/metrics", routes.metrics_text)):
         app.api_route(path, methods=READ)(answer)
-    for answer in (routes.generate, routes.rollouts, routes.score, routes.held, routes.reload_weights):
-        app.post(f"/{answer.__name__}")(answer)
-    for answer in (routes.join_transfer, routes.receive_weights, routes.claim, routes.release):
-        app.post(f"/{answer.__name__}")(answer)
+    for name in POSTED:
+        app.post(f"/{name}")(getattr(routes, name))
     OpenAi(served, model_name, routes.count).add_to(app)
-    app.exception_handler(Refusal)(_refused)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_not_valid)
-    routes.metrics = Metrics(served, frozenset(route.path for route in app.routes))  # type: ignore[attr-defined]
-    return Door(app, token, routes.metrics.count, log)
+    for kind in (Refusal, HTTPException, RequestValidationError):
+        app.exception_handler(kind)(_refused)
+    known = {route.path for route in app.routes}  # type: ignore[attr-defined]
+
+    def count(path: str, status: int) -> None:
+        routes.metrics.requests.labels(path if path in known else "other", status).inc()
+
+    return Door(app, token, count, log)
 
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -87,37 +90,23 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class Metrics:
     """What the server counts, for Prometheus."""
 
-    def __init__(self, served: Served, routes: frozenset[str]) -> None:
-        self._routes, self._registry = routes, CollectorRegistry()
-        self._requests = self._counter("requests", "Answered requests; 499: the client went away.", "route", "status")
-        self.rollouts = self._counter("rollouts", "Rollouts written.")
-        self.tokens = self._counter("tokens", "Tokens written.")
-        self.reloads = self._counter("reloads", "New weights, taken or refused.", "result")
-        self.seconds = Histogram(
-            "podium_generate_seconds", "Whole /generate calls.", registry=self._registry, buckets=SECONDS
-        )
-        self._gauge("running", "Calls that the engine works on.").set_function(lambda: served.gate.running)
-        self._gauge("waiting", "Calls that wait for the engine.").set_function(lambda: served.gate.waiting)
-        self._gauge("policy_version", "Of the weights that are served.").set_function(lambda: served.version)
-
-    def count(self, path: str, status: int) -> None:
-        self._requests.labels(path if path in self._routes else "other", status).inc()
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
-        return Counter(f"podium_{name}", help_, labels, registry=self._registry)
-
-    def _gauge(self, name: str, help_: str) -> Gauge:
-        return Gauge(f"podium_{name}", help_, registry=self._registry)
+    def __init__(self, served: Served) -> None:
+        self.registry = CollectorRegistry()
+        ours: dict[str, Any] = {"namespace": "podium", "registry": self.registry}
+        self.requests = Counter("requests", "Answered requests; 499: client went away.", ("route", "status"), **ours)
+        self.rollouts = Counter("rollouts", "Rollouts written.", **ours)
+        self.tokens = Counter("tokens", "Tokens written.", **ours)
+        self.reloads = Counter("reloads", "New weights, taken or refused.", ("result",), **ours)
+        self.seconds = Histogram("generate_seconds", "Whole /generate calls.", buckets=SECONDS, **ours)
+        Gauge("running", "Calls that the engine works on.", **ours).set_function(lambda: served.gate.running)
+        Gauge("waiting", "Calls that wait for the engine.", **ours).set_function(lambda: served.gate.waiting)
+        Gauge("policy_version", "Of the weights that are served.", **ours).set_function(lambda: served.version)
 
 
 class _Routes:
-    metrics: Metrics
-
     def __init__(self, served: Served, engine_name: str, log: Log) -> None:
         self._served, self._engine_name, self._log = served, engine_name, log
+        self.metrics = Metrics(served)
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
@@ -146,17 +135,18 @@ class _Routes:
         )
 
     async def metrics_text(self) -> PlainTextResponse:
-        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(self.metrics.registry)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def generate(self, body: Generate, request: HttpRequest) -> Any:
         served, tokenizer = self._served, self._served.policy.tokenizer
         served.claims.check(body.run)
         prompts = body.prompts(tokenizer, served.policy.stop_ids)
-        self._check((f"request {prompt.key}", request) for prompt in prompts for request in prompt.requests)
+        check_requests(served, ((f"request {prompt.key}", each) for prompt in prompts for each in prompt.requests))
         lines = self._prompt_lines(prompts, body.stop)
         if body.stream:
-            return StreamingResponse(_streamed(lines), media_type="application/x-ndjson")
-        answers = await unless_gone(request, _collected(lines))
+            return _streamed(lines)
+        answers = await collected(request, lines)
         if body.requests is not None:
             return JSONResponse({"answers": answers})
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers[0]["token_ids"]]
@@ -164,43 +154,30 @@ class _Routes:
 
     async def rollouts(self, request: HttpRequest) -> StreamingResponse:
         try:
-            body = from_plain(Rollouts, await request.json())
+            body = from_json(Rollouts, await request.body())
             requests = list(body.whole())
-        except (ValueError, CodecError) as error:
+        except CodecError as error:
             raise Refusal(422, f"the body is not that of /rollouts: {error}"[:300]) from None
         self._served.claims.check(body.run)
-        self._check((each.label, each) for each in requests)
-        return StreamingResponse(_streamed(self._rollout_lines(requests)), media_type="application/x-ndjson")
+        check_requests(self._served, ((each.label, each) for each in requests))
+        return _streamed(to_plain(written) async for written in self._written(requests))
 
-    def _check(self, named: Iterable[tuple[str, Request]]) -> None:
-        check_requests(list(named), self._served.policy.vocabulary, self._served.max_context_tokens)
-
-    async def _prompt_lines(self, prompts: list[Asked], stop: Sequence[str]) -> Lines:
+    async def _prompt_lines(self, prompts: list[PromptRequests], stop: Sequence[str]) -> Lines:
         """A line per prompt, once all of its answers are complete."""
         owners = [(prompt, sample) for prompt in prompts for sample in range(len(prompt.requests))]
         requests = [request for prompt in prompts for request in prompt.requests]
         async with aclosing(self._written(requests)) as answers:
             async for written in answers:
-                if written is None:
-                    yield None
-                    continue
                 prompt, sample = owners[written.place]
                 prompt.answers[sample] = cut_at_texts(written.answer, self._served.policy.tokenizer, stop)
                 if prompt.is_whole:
                     yield prompt.line(written.run)
 
-    async def _rollout_lines(self, requests: list[Request]) -> Lines:
-        async with aclosing(self._written(requests)) as answers:
-            async for written in answers:
-                yield None if written is None else to_plain(written)
-
-    async def _written(self, requests: list[Request]) -> AsyncGenerator[Written | None]:
-        """None: a sign of life."""
+    async def _written(self, requests: list[Request]) -> AsyncGenerator[Written]:
         started = time.monotonic()
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
-                if written is not None:
-                    self.count(written.answer)
+                self.count(written.answer)
                 yield written
         self.metrics.seconds.observe(time.monotonic() - started)
 
@@ -218,7 +195,7 @@ class _Routes:
         except Exception as error:
             raise failure(error) from None
 
-    async def held(self, body: Show) -> JSONResponse:
+    async def held(self, body: RunBody) -> JSONResponse:
         self._served.claims.check(body.run)
         try:
             shown = await self._served.held()
@@ -272,30 +249,24 @@ class _Routes:
         return JSONResponse({"run": body.run})
 
 
-async def _collected(lines: Lines) -> list[dict[str, Any]]:
-    try:
-        return [line async for line in lines if line is not None]
-    except Exception as error:
-        raise failure(error) from None
+def _streamed(lines: Lines) -> StreamingResponse:
+    """A line of JSON each; an empty line is a sign of life. A stream that fails ends with a line that says why."""
 
+    async def encoded() -> AsyncGenerator[bytes]:
+        try:
+            async with aclosing(lines):
+                async for line in lines:
+                    yield json.dumps(line, allow_nan=False).encode() + b"\n"
+        except Exception as error:
+            yield json.dumps(failure(error).body("/generate")).encode() + b"\n"
 
-async def _streamed(lines: Lines) -> AsyncIterator[bytes]:
-    """A stream that fails ends with a line that says why; an empty line is a sign of life."""
-    try:
-        async with aclosing(lines):
-            async for line in lines:
-                yield b"\n" if line is None else json.dumps(line, allow_nan=False).encode() + b"\n"
-    except Exception as error:
-        yield json.dumps(failure(error).body).encode() + b"\n"
+    return StreamingResponse(with_signs_of_life(encoded(), b"\n"), media_type="application/x-ndjson")
 
 
 async def _refused(request: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse(error.body_at(request.url.path), error.status)
-
-
-async def _http_error(request: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse(Refusal(error.status_code, str(error.detail)).body_at(request.url.path), error.status_code)
-
-
-async def _not_valid(_: HttpRequest, error: Any) -> JSONResponse:
-    return JSONResponse({"error": explained(error.errors())}, 422)
+    """Errors of the framework are answered in the form of our own."""
+    if isinstance(error, RequestValidationError):
+        error = Refusal(422, explained(error.errors()))
+    elif isinstance(error, HTTPException):
+        error = Refusal(error.status_code, str(error.detail))
+    return JSONResponse(error.body(request.url.path), error.status)

@@ -37,18 +37,12 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": self.message}
-
-    @property
-    def openai_body(self) -> dict[str, Any]:
+    def body(self, path: str) -> dict[str, Any]:
+        """In the form that clients of that path expect."""
+        if not path.startswith("/v1/"):
+            return {"error": self.message}
         kind = OPENAI_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def body_at(self, path: str) -> dict[str, Any]:
-        """In the form that clients of that path expect."""
-        return self.openai_body if path.startswith("/v1/") else self.body
 
 
 MAX_BODY_BYTES = 8 << 20
@@ -208,7 +202,7 @@ class _Answer:
     async def refuse(self, refusal: Refusal, receive: Any) -> None:
         if self.status is not None:
             return
-        body = json.dumps(refusal.body_at(self._path)).encode()
+        body = json.dumps(refusal.body(self._path)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -11,7 +11,7 @@ piece of text per answer, not one per token; comments keep the connection alive 
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,16 @@ from podium.model.chat import render
 from podium.records import Answer, Request, Sampling
 from podium.server.door import Refusal
 from podium.server.served import Served, failure
-from podium.server.wire import READ, Asked, Text, check_requests, cut_at_texts, explained, unless_gone
+from podium.server.wire import (
+    READ,
+    PromptRequests,
+    Text,
+    check_requests,
+    collected,
+    cut_at_texts,
+    explained,
+    with_signs_of_life,
+)
 from podium.settings.contracts import Temperature
 
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -58,7 +67,7 @@ class StreamOptions(BaseModel):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Answers = AsyncGenerator[tuple[int, Answer] | None]
+Answers = AsyncGenerator[tuple[int, Answer]]
 
 
 class Chat(BaseModel):
@@ -78,9 +87,9 @@ class Chat(BaseModel):
     stream_options: StreamOptions | None = None
 
     @classmethod
-    def parse(cls, body: Any) -> "Chat":
+    def parse(cls, body: bytes) -> "Chat":
         try:
-            made = cls.model_validate(body)
+            made = cls.model_validate_json(body)
         except ValidationError as error:
             where = error.errors()[0]["loc"]
             raise Refusal(400, explained(error.errors()), param=str(where[0]) if where else None) from None
@@ -103,7 +112,8 @@ class Chat(BaseModel):
         longest = self.max_completion_tokens or self.max_tokens or room
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
-        return Asked.of(0, prompt, Sampling(longest, temperature, None, top_p, tuple(stop_ids)), seeds).requests
+        sampling = Sampling(longest, temperature, None, top_p, tuple(stop_ids))
+        return PromptRequests.of(0, prompt, sampling, seeds).requests
 
     @property
     def stops(self) -> list[str]:
@@ -137,10 +147,7 @@ class OpenAi:
         return JSONResponse(self._card)
 
     async def chat(self, request: HttpRequest) -> Any:
-        try:
-            body = Chat.parse(await request.json())
-        except ValueError:
-            raise Refusal(400, "the body is not JSON") from None
+        body = Chat.parse(await request.body())
         self._check_name(body.model)
         policy, context = self._served.policy, self._served.max_context_tokens
         prompt = body.prompt(policy.tokenizer)
@@ -150,34 +157,30 @@ class OpenAi:
             )
         requests = body.requests(prompt, policy.stop_ids, context - len(prompt))
         try:
-            check_requests([("request 0", request) for request in requests], policy.vocabulary, context)
+            check_requests(self._served, (("request 0", request) for request in requests))
         except Refusal as refusal:
             raise Refusal(400, refusal.message, "max_tokens", "context_length_exceeded") from None
         answers = self._answers(body, requests)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         head["system_fingerprint"] = f"policy-version-{self._served.version}"
         if body.stream:
-            events = self._events(body, head, answers, len(prompt))
+            events = with_signs_of_life(self._events(body, head, answers, len(prompt)), b": waiting\n\n")
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return JSONResponse(await unless_gone(request, self._whole(body, head, answers, len(prompt))))
+        made = sorted(await collected(request, answers), key=lambda item: item[0])
+        return JSONResponse(self._whole(body, head, made, len(prompt)))
 
     async def _answers(self, body: Chat, requests: list[Request]) -> Answers:
-        """Each with its index. None: a sign of life."""
+        """Each with its index."""
         async with aclosing(self._served.answers(requests)) as answers:
             async for written in answers:
-                if written is None:
-                    yield None
-                    continue
                 answer = cut_at_texts(written.answer, self._served.policy.tokenizer, body.stops)
                 self._count(answer)
                 yield written.place, answer
 
-    async def _whole(self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int) -> dict[str, Any]:
-        try:
-            made = [item async for item in answers if item is not None]
-        except Exception as error:
-            raise failure(error) from None
-        choices = [self._choice(body, *item) for item in sorted(made, key=lambda item: item[0])]
+    def _whole(
+        self, body: Chat, head: dict[str, Any], made: list[tuple[int, Answer]], num_prompt: int
+    ) -> dict[str, Any]:
+        choices = [self._choice(body, *item) for item in made]
         for each in choices:
             each["message"] = {"role": "assistant", "content": each.pop("content"), "refusal": None}
         usage = _usage(num_prompt, sum(len(answer.token_ids) for _, answer in made))
@@ -185,15 +188,12 @@ class OpenAi:
 
     async def _events(
         self, body: Chat, head: dict[str, Any], answers: Answers, num_prompt: int
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         head = {**head, "object": "chat.completion.chunk"}
         written = 0
         try:
             async with aclosing(answers):
                 async for item in answers:
-                    if item is None:
-                        yield b": waiting\n\n"
-                        continue
                     written += len(item[1].token_ids)
                     each = self._choice(body, *item)
                     ended = {"index": each["index"], "delta": {}, "finish_reason": each.pop("finish_reason")}
@@ -204,7 +204,7 @@ class OpenAi:
                 yield _event({**head, "choices": [], "usage": _usage(num_prompt, written)})
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield _event(failure(error).openai_body)
+            yield _event(failure(error).body("/v1/"))
 
     def _choice(self, body: Chat, index: int, answer: Answer) -> dict[str, Any]:
         """One answer: its text without the text that ended it, and why it ended."""

@@ -7,32 +7,34 @@ engine over the same base model, so one server takes full weights and adapters o
 """
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from podium.errors import EngineError, InputError, WeightsError
 from podium.model.device_thread import on_device_thread
-from podium.model.handoff import manifest_of, read_published
+from podium.model.handoff import Manifest, manifest_of, read_published
 from podium.model.load import Policy
 from podium.records import Request
-from podium.remote.rollouts import Written, all_or_none
+from podium.remote.rollouts import Written
+from podium.remote.tasks import Changes, all_or_none, end_tasks
 from podium.server.door import Refusal
 from podium.stages import Engine
 from podium.untrusted import read_regular
 
 T = TypeVar("T")
+Weights = dict[str, torch.Tensor]
 Scope = Literal["run", "engine"]
 
-HEARTBEAT_S = 2.0
 MAX_WAITING_RELOADS = 8
 RESTORE_PAUSE_S = 1.0
 LOCATE_S, READ_S = 20.0, 1800.0
@@ -47,33 +49,30 @@ IDLE_S = 900.0
 class Gate:
     """Lets calls through at the same time, and a swap of weights alone.
 
-    A swap waits for the calls under way and holds new ones back, so one version writes each answer. A call is refused
-    at once when too many wait already; a call whose client goes away leaves the queue.
+    A swap waits for the calls under way and holds new ones back, so one version writes each answer. A call whose client
+    goes away leaves the queue. The number of connections (door.py) bounds how many calls wait.
     """
 
-    def __init__(self, max_running: int = 256, max_waiting: int = 2048, drain_s: float = 600) -> None:
+    def __init__(self, max_running: int = 256, drain_s: float = 600) -> None:
         """`max_running`: calls that the engine works on at the same time. A swap does not wait for the others."""
         self.running = self.waiting = 0
-        self._max_running, self._max_waiting, self._drain_s = max_running, max_waiting, drain_s
+        self._max_running, self._drain_s = max_running, drain_s
         self._is_closed = False
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[None]:
-        if self.waiting >= self._max_waiting:
-            raise Refusal(503, f"{self.waiting} requests are waiting already; try again later")
         self.waiting += 1
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._is_closed and self.running < self._max_running)
-                self.running += 1
+            await self._changes.until(lambda: not self._is_closed and self.running < self._max_running)
+            self.running += 1
         finally:
             self.waiting -= 1
         try:
             yield
         finally:
             self.running -= 1
-            await self._notify()
+            self._changes.notify()
 
     @asynccontextmanager
     async def swapping(self) -> AsyncIterator[None]:
@@ -81,18 +80,14 @@ class Gate:
         self._is_closed = True
         try:
             try:
-                async with asyncio.timeout(self._drain_s), self._changed:
-                    await self._changed.wait_for(lambda: self.running == 0)
+                async with asyncio.timeout(self._drain_s):
+                    await self._changes.until(lambda: self.running == 0)
             except TimeoutError:
                 raise Refusal(503, f"answers were still being written after {self._drain_s:g} s") from None
             yield
         finally:
             self._is_closed = False
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            self._changes.notify()
 
 
 @dataclass
@@ -194,20 +189,27 @@ def locate(root: Path, name: str) -> Published:
             raise Refusal(403, "weights are read from the server's root only")
         if not path.exists():
             raise Refusal(404, f"there are no weights called {name}")
-    manifest = _json(manifest_of(folder), f"{name}.json")
-    is_adapter = manifest.get("kind") == "adapter"
-    file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    shape = None
     try:
+        manifest = msgspec.json.decode(_content(manifest_of(folder)), type=Manifest)
+        is_adapter = manifest["kind"] == "adapter"
+        file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
         sha256 = str(manifest["files"][file]["sha256"])
-        shape = AdapterShape.model_validate(_json(folder / "adapter_config.json", name)) if is_adapter else None
-    except (KeyError, TypeError):
+    except (OSError, ValueError, KeyError, RecursionError):
         raise WeightsError(f"{name}.json cannot be read") from None
-    except ValidationError:
-        raise WeightsError(f"{name}: adapter_config.json is not one of plain LoRA") from None
+    try:
+        if is_adapter:
+            shape = AdapterShape.model_validate_json(_content(folder / "adapter_config.json"))
+    except (OSError, ValidationError):
+        raise WeightsError(f"{name}: adapter_config.json cannot be read or is not one of plain LoRA") from None
     return Published(folder, shape, sha256)
 
 
-def read(published: Published, policy: Policy, version: int) -> dict[str, torch.Tensor]:
+def _content(path: Path) -> bytes:
+    return read_regular(path, max_bytes=MAX_JSON_BYTES, follow_links=False)
+
+
+def read(published: Published, policy: Policy, version: int) -> Weights:
     """The tensors: complete, of the right shapes and finite. Those of an adapter are on the policy's device."""
     found = read_published(published.folder, dict(policy.named_weights()), version)
     return found if policy.peft is None else {name: tensor.to(policy.device) for name, tensor in found.items()}
@@ -222,37 +224,21 @@ def shape_of(policy: Policy) -> AdapterShape | None:
     return AdapterShape(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules)
 
 
-def _json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(read_regular(path, max_bytes=MAX_JSON_BYTES, follow_links=False))
-        if not isinstance(value, dict):
-            raise ValueError
-    except (OSError, ValueError, RecursionError):
-        raise WeightsError(f"{name}: {path.name} cannot be read") from None
-    return value
-
-
 async def within(limit_s: float, what: str, function: Callable[..., T], *given: Any) -> T:
     """The result of a function that may wait for a disk; 503 if it is late. It runs in a daemon thread: the end of the
     process would wait for a thread of asyncio's."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_outcome(outcome)
+    outcome: Future[T] = Future()
 
     def work() -> None:
+        outcome.set_running_or_notify_cancel()
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, function(*given))
+            outcome.set_result(function(*given))
         except BaseException as error:
-            outcome = (done.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, *outcome)
+            outcome.set_exception(error)
 
     threading.Thread(target=work, name="disk", daemon=True).start()
     try:
-        return await asyncio.wait_for(done, limit_s)
+        return await asyncio.wait_for(asyncio.wrap_future(outcome), limit_s)
     except TimeoutError:
         raise Refusal(503, f"{what} took more than {limit_s:g} s") from None
 
@@ -297,36 +283,27 @@ class Served:
     def max_context_tokens(self) -> int:
         return self.engine.traits.max_context_tokens or self.policy.max_context_tokens
 
-    async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written | None]:
-        """Each answer as soon as it is complete; now and then None, as a sign of life. Answers wait here for a slow
-        client, so the client does not slow the engine down."""
+    async def answers(self, requests: Sequence[Request]) -> AsyncGenerator[Written]:
+        """Each answer as soon as it is complete. Answers wait here for a slow client, so the client does not slow the
+        engine down."""
         ready: asyncio.Queue[Any] = asyncio.Queue()
         task = asyncio.create_task(self._write_answers(requests, ready))
+        task.add_done_callback(ready.put_nowait)
         try:
-            while True:
-                item = None
-                with suppress(TimeoutError):
-                    item = await asyncio.wait_for(ready.get(), HEARTBEAT_S)
-                if isinstance(item, BaseException):
-                    raise item
-                if item == "end":
-                    return
+            while (item := await ready.get()) is not task:
                 yield item
+            await task  # raises its error
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def _write_answers(self, requests: Sequence[Request], ready: asyncio.Queue[Any]) -> None:
-        async def write(place: int, request: Request) -> None:
-            ready.put_nowait(Written(place, await self.engine.generate(request), run))
+        async with self._answering():
+            run = self.run
 
-        try:
-            async with self._answering():
-                run = self.run
-                await all_or_none(write(place, request) for place, request in enumerate(requests))
-            ready.put_nowait("end")
-        except Exception as error:
-            ready.put_nowait(error)
+            async def write(place: int, request: Request) -> None:
+                ready.put_nowait(Written(place, await self.engine.generate(request), run))
+
+            await all_or_none(write(place, request) for place, request in enumerate(requests))
 
     async def score(self, token_ids: Sequence[int]) -> dict[str, Any]:
         async with self._answering():
@@ -350,11 +327,11 @@ class Served:
             async with self._one_reload:
                 self.claims.check_writer(run)
                 published = await within(LOCATE_S, f"a look at {name}", locate, self.root, name)
-                if published.shape == shape_of(self.policy):
-                    weights = await within(READ_S, f"reading {name}", read, published, self.policy, version)
-                    await self._swap(weights, version, run, in_flight)
-                else:
-                    await self._rebuild(published, version, run)
+                policy = self.policy
+                if published.shape != shape_of(policy):
+                    policy = await self._other_policy(published)
+                weights = await within(READ_S, f"reading {name}", read, published, policy, version)
+                await self._swap(policy, weights, version, run, in_flight)
                 return published.sha256
         finally:
             self._waiting_reloads -= 1
@@ -391,31 +368,32 @@ class Served:
             self.check_alive()
             yield
 
-    async def _swap(self, weights: dict[str, torch.Tensor], version: int, run: str | None, in_flight: bool) -> None:
-        if in_flight:
-            await self._take(weights, version, run)
-            return
-        async with self.gate.swapping():
-            await self._take(weights, version, run)
+    async def _other_policy(self, published: Published) -> Policy:
+        """For weights of another kind."""
+        try:
+            return await within(READ_S, "loading the model", self._maker.policy, published.shape)
+        except InputError:
+            raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
 
-    async def _take(self, weights: dict[str, torch.Tensor], version: int, run: str | None) -> None:
+    async def _swap(
+        self, policy: Policy, weights: Weights, version: int, run: str | None, in_flight: bool = False
+    ) -> None:
+        """Once the answers under way have ended, or in the middle of them; a new `policy` gets a new engine."""
+        is_other = policy is not self.policy
+        async with nullcontext() if in_flight and not is_other else self.gate.swapping():
+            if is_other:
+                await self._replace(policy, weights, version, run)
+            else:
+                await self._take(weights, version, run)
+
+    async def _take(self, weights: Weights, version: int, run: str | None) -> None:
         if self.policy.peft is not None:
             # Some engines sample through the policy's own adapter layers.
             await on_device_thread(_copy_into, self.policy, weights)
         await self.engine.load_weights(weights.items(), version)
         self.run = run
 
-    async def _rebuild(self, published: Published, version: int, run: str | None) -> None:
-        """An engine for weights of another kind; they are checked against its policy first."""
-        try:
-            policy = await within(READ_S, "loading the model", self._maker.policy, published.shape)
-        except InputError:
-            raise WeightsError(f"{published.folder.name}: this model has no layers for such an adapter") from None
-        weights = await within(READ_S, f"reading {published.folder.name}", read, published, policy, version)
-        async with self.gate.swapping():
-            await self._replace(policy, weights, version, run)
-
-    async def _replace(self, policy: Policy, weights: dict[str, torch.Tensor], version: int, run: str | None) -> None:
+    async def _replace(self, policy: Policy, weights: Weights, version: int, run: str | None) -> None:
         old_policy, old_engine = self.policy, self.engine
         if self._maker.one_engine:
             old_engine.close()
@@ -445,21 +423,18 @@ class Served:
         async with self._one_reload:
             if self.run != run:
                 return
-            if self._own_shape is None and self.policy.peft is not None:
-                nothing = {name: torch.zeros_like(tensor) for name, tensor in self.policy.named_weights()}
-                await self._swap(nothing, OWN_VERSION, None, in_flight=False)
-                return
-            policy = await within(READ_S, "loading the model", self._maker.own_policy)
-            weights = dict(policy.named_weights())
-            if self._own_shape == shape_of(self.policy):
-                await self._swap(weights, OWN_VERSION, None, in_flight=False)
-                return
-            async with self.gate.swapping():
-                await self._replace(policy, weights, OWN_VERSION, None)
+            policy = self.policy
+            if self._own_shape is None and policy.peft is not None:
+                weights = {name: torch.zeros_like(tensor) for name, tensor in policy.named_weights()}
+            else:
+                own = await within(READ_S, "loading the model", self._maker.own_policy)
+                weights = dict(own.named_weights())
+                policy = policy if self._own_shape == shape_of(policy) else own
+            await self._swap(policy, weights, OWN_VERSION, None)
 
 
 @torch.no_grad()
-def _copy_into(policy: Policy, weights: dict[str, torch.Tensor]) -> None:
+def _copy_into(policy: Policy, weights: Weights) -> None:
     for name, tensor in policy.named_weights():
         tensor.copy_(weights[name])
 

@@ -7,7 +7,8 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,13 +18,16 @@ from starlette.requests import Request as HttpRequest
 from podium.errors import InputError
 from podium.model.chat import render
 from podium.records import Answer, PrefixGroup, Request, Sampling
+from podium.remote.tasks import end_tasks
 from podium.server.door import Refusal
+from podium.server.served import Served, failure
 from podium.settings.contracts import Temperature
 
 T = TypeVar("T")
 MAX_ROLLOUTS = 16_384
 """In one call."""
 MAX_TEMPERATURE = 100.0
+HEARTBEAT_S = 2.0
 SEEDS = range(-(1 << 63), 1 << 63)
 
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -34,6 +38,11 @@ RunId = Annotated[str, Field(min_length=1, max_length=256)]
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunBody(Body):
+    run: RunId | None = None
+    """Who asks, where a run has claimed the engine."""
 
 
 def _is_text(text: str) -> str:
@@ -58,7 +67,7 @@ class PromptBody(Body):
     seeds: Seeds
 
 
-class Generate(Body):
+class Generate(RunBody):
     """Several prompts in `requests`, or one as ids or as messages."""
 
     requests: Annotated[list[PromptBody], Field(min_length=1, max_length=4096)] | None = None
@@ -76,10 +85,8 @@ class Generate(Body):
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] = []
     """Texts that end an answer; the token that completes one is the last token."""
     stream: bool = False
-    run: RunId | None = None
-    """Who asks, where a run has claimed the engine."""
 
-    def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["Asked"]:
+    def prompts(self, tokenizer: Any, stop_ids: Sequence[int]) -> list["PromptRequests"]:
         forms = [name for name in ("requests", "prompt_token_ids", "messages") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise Refusal(422, "give one of requests, prompt_token_ids and messages")
@@ -89,11 +96,11 @@ class Generate(Body):
                 raise Refusal(422, "n and seeds stand in each of the requests")
             if len({each.key for each in self.requests}) != len(self.requests):
                 raise Refusal(422, "requests: a key stands there twice")
-            return [Asked.of(each.key, each.prompt_token_ids, sampling, each.seeds) for each in self.requests]
+            return [PromptRequests.of(each.key, each.prompt_token_ids, sampling, each.seeds) for each in self.requests]
         seeds = self.seeds or [secrets.randbits(63) for _ in range(self.n)]
         if self.n not in (1, len(seeds)):
             raise Refusal(422, f"n is {self.n} and there are {len(seeds)} seeds")
-        return [Asked.of(0, self.prompt_token_ids or self._rendered(tokenizer), sampling, seeds)]
+        return [PromptRequests.of(0, self.prompt_token_ids or self._rendered(tokenizer), sampling, seeds)]
 
     def _rendered(self, tokenizer: Any) -> Sequence[int]:
         try:
@@ -107,7 +114,7 @@ class Generate(Body):
 
 
 @dataclass(eq=False)
-class Asked:
+class PromptRequests:
     """A user's prompt: one request per answer, and the answers that have arrived."""
 
     key: int
@@ -117,7 +124,7 @@ class Asked:
     _numbers = itertools.count()
 
     @classmethod
-    def of(cls, key: int, token_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> "Asked":
+    def of(cls, key: int, token_ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> "PromptRequests":
         group = PrefixGroup(f"http/{next(cls._numbers)}", len(seeds))
         requests = [Request(tuple(token_ids), sampling, seed, group) for seed in seeds]
         return cls(key, requests, [None] * len(seeds))
@@ -140,22 +147,16 @@ class Asked:
         }
 
 
-class Score(Body):
+class Score(RunBody):
     token_ids: Annotated[list[Id], Field(min_length=2)]
-    run: RunId | None = None
 
 
-class Show(Body):
-    run: RunId | None = None
-
-
-class Reload(Body):
+class Reload(RunBody):
     id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\z")]
     """Name of a published folder directly under the server's root."""
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
     in_flight: bool = False
     """Swap in the middle of answers, instead of waiting for their end."""
-    run: RunId | None = None
 
 
 class ClaimBody(Body):
@@ -170,24 +171,23 @@ class ReleaseBody(Body):
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Join(Body):
+class Join(RunBody):
     master_address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:-]{1,253}\z")]
     master_port: Annotated[int, Field(ge=1, le=65535)]
     world_size: Annotated[int, Field(ge=2, le=4096)]
     rank_offset: Annotated[int, Field(ge=1, le=4096)]
-    run: RunId | None = None
 
 
-class Receive(Body):
+class Receive(RunBody):
     names: Annotated[list[Name], Field(min_length=1, max_length=10_000)]
     dtype_names: list[Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)\z")]]
     shapes: list[Annotated[list[Annotated[int, Field(ge=1, lt=1 << 40)]], Field(max_length=6)]]
     version: Annotated[int, Field(ge=0, lt=1 << 40)]
-    run: RunId | None = None
 
 
-def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_context_tokens: int) -> None:
+def check_requests(served: Served, named: Iterable[tuple[str, Request]]) -> None:
     """Refuses what no engine can answer, by the name of the request."""
+    named = list(named)
     if len(named) > MAX_ROLLOUTS:
         raise Refusal(422, f"more than {MAX_ROLLOUTS} rollouts in one call")
     known: set[Any] = set()
@@ -195,7 +195,7 @@ def check_requests(named: Sequence[tuple[str, Request]], vocabulary: int, max_co
         kind = request.token_ids, request.sampling
         if kind not in known:  # requests of one prompt differ in their seeds only
             known.add(kind)
-            _check_request(name, request, vocabulary, max_context_tokens)
+            _check_request(name, request, served.policy.vocabulary, served.max_context_tokens)
         if request.seed not in SEEDS:
             raise Refusal(422, f"{name}: the seed has more than 64 bits")
 
@@ -259,15 +259,34 @@ READ = ["GET", "HEAD"]
 """Methods of a route that only reads. FastAPI does not add HEAD by itself."""
 
 
-async def unless_gone(request: HttpRequest, answers: Awaitable[T]) -> T:
-    """The answers; cancels them if the client goes away first."""
-    work, gone = asyncio.ensure_future(answers), asyncio.ensure_future(request.receive())
+async def with_signs_of_life(items: AsyncGenerator[bytes], sign: bytes) -> AsyncGenerator[bytes]:
+    """The items of a streamed answer; `sign` whenever none has come for a while."""
+    async with aclosing(items):
+        while True:
+            coming = asyncio.ensure_future(anext(items, None))
+            try:
+                while not (await asyncio.wait([coming], timeout=HEARTBEAT_S))[0]:
+                    yield sign
+            finally:
+                await end_tasks([coming])
+            if (item := await coming) is None:
+                return
+            yield item
+
+
+async def collected(request: HttpRequest, items: AsyncIterator[T]) -> list[T]:
+    """All items. Cancels the work if the client goes away first."""
+
+    async def collect() -> list[T]:
+        return [item async for item in items]
+
+    work, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise Refusal(503, "the client went away")
         return await work
+    except Exception as error:
+        raise failure(error) from None
     finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        await end_tasks((work, gone))

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from podium.records import Group
-from podium.remote.loop_thread import LoopThread
 from podium.remote.pool import Limit, Member, OnEvent, Pool, RetriesError, Rules
+from podium.remote.tasks import LoopThread
 from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
 from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, RunActor

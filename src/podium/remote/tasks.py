@@ -1,12 +1,13 @@
-"""An event loop in a thread of its own.
+"""How tasks wait and end, and an event loop in a thread of its own.
 
-A pool lives in one, so it watches and replaces its workers while the run's own event loop is busy, or between two event
-loops of the run. Callers await from their own event loop.
+A pool lives in a `LoopThread`, so it watches and replaces its workers while the run's own event loop is busy, or
+between two event loops of the run. Callers await from their own event loop.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,7 +33,11 @@ class LoopThread:
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine in the thread and returns its result; cancelling the call cancels the coroutine."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        return await asyncio.wrap_future(self.start(coroutine))
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs the coroutine in the thread; the caller may wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def finish(self, last: Coroutine[Any, Any, None], limit_s: float) -> None:
         """Runs `last` in the thread, cancels all other tasks there and ends the thread."""
@@ -40,8 +45,8 @@ class LoopThread:
             last.close()
             return
         try:
-            asyncio.run_coroutine_threadsafe(last, self._loop).result(limit_s)
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(limit_s)
+            self.start(last).result(limit_s)
+            self.start(_cancel_others()).result(limit_s)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(limit_s)
@@ -57,11 +62,44 @@ def _ignore_late_answers(loop: asyncio.AbstractEventLoop, context: dict[str, Any
         loop.default_exception_handler(context)
 
 
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+class Changes:
+    """Lets tasks of one event loop wait until something holds."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Whoever waits looks again."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def until(self, holds: Callable[[], T]) -> T:
+        """What `holds` returns, once that is true."""
+        while not (found := holds()):
+            await self._next.wait()
+        return found
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels them and waits until they have ended."""
+    ending = list(tasks)
+    for task in ending:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Runs all at the same time. If one fails, or the caller is cancelled, the others are cancelled and have ended when
+    this returns."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(tasks)
+
+
+async def _cancel_others() -> None:
+    await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
     await loop.shutdown_default_executor()
