@@ -18,7 +18,7 @@ import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class RunActor:
         if driver.scratch is not None:
             os.environ["TMPDIR"] = driver.scratch
             tempfile.tempdir = None  # looked up again
-        self._last_ping, self._num_loading = time.monotonic(), 0
+        self._last_ping, self._is_loading = time.monotonic(), False
         if driver.linger_s is not None:
             threading.Thread(target=self._end_without_driver, args=(driver.linger_s,), daemon=True).start()
         self.open(*map(decode, _declared(type(self).open)[0], arguments))
@@ -82,14 +82,15 @@ class RunActor:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         method = getattr(self, name)
-        kinds, result = _declared(getattr(type(self), name))
+        kinds, result = _declared(method)
         given = map(decode, kinds, arguments)
         is_async = inspect.iscoroutinefunction(method)
         return _to_message(await (method(*given) if is_async else asyncio.to_thread(method, *given)), result)
 
     async def stream(self, name: str, *arguments: Any) -> AsyncIterator[Any]:
-        kinds, item = _declared(getattr(type(self), name))
-        async with aclosing(getattr(self, name)(*map(decode, kinds, arguments))) as found:
+        method = getattr(self, name)
+        kinds, item = _declared(method)
+        async with aclosing(method(*map(decode, kinds, arguments))) as found:
             async for each in found:
                 yield _to_message(each, item)
 
@@ -103,18 +104,17 @@ class RunActor:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """An actor that is loading does not end, however long loading takes."""
-        self._num_loading += 1
+        self._is_loading = True
         try:
             yield
         finally:
-            self._num_loading -= 1
-            self._last_ping = time.monotonic()
+            self._is_loading, self._last_ping = False, time.monotonic()
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": os.uname().nodename}
 
     def _end_without_driver(self, limit_s: float) -> None:
-        while self._num_loading or time.monotonic() - self._last_ping < limit_s:
+        while self._is_loading or time.monotonic() - self._last_ping < limit_s:
             time.sleep(LOOK_S)
         with suppress(Exception):  # the cluster may be gone
             if (group := get_current_placement_group()) is not None:  # an actor outside the reserved places has none
@@ -122,33 +122,24 @@ class RunActor:
         os._exit(0)
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call under way: `await` it, or ask for its `result`. As an argument of another call, its result travels through
-    the object store without passing the driver."""
-
-    ref: Any
-    kind: Any
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        content = yield from self.ref.__await__()
-        return decode(self.kind, content)
-
-    def result(self, limit_s: float) -> Any:
-        return decode(self.kind, ray.get(self.ref, timeout=limit_s))
-
-
-@dataclass
+@dataclass(eq=False)
 class Handle:
     """The driver's end of an actor of class `cls`."""
 
     actor: Any
     cls: type
-    has_ended: bool = False
+    name: str = "it"
+    """In messages."""
+    lost: type[PodiumError] = ProvisionError
+    """Raised where the actor is gone, or fails with an error that is not Podium's."""
 
-    def call(self, name: str, *arguments: Any) -> Call:
+    def named(self, name: str, lost: type[PodiumError] = EngineError) -> "Handle":
+        self.name, self.lost = name, lost
+        return self
+
+    def call(self, name: str, *arguments: Any) -> "Call":
         kinds, result = _declared(getattr(self.cls, name))
-        return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result)
+        return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result, self)
 
     async def stream(self, name: str, *arguments: Any) -> AsyncGenerator[Any]:
         """The items of an iterator, each as soon as it is there; closing this one cancels the call."""
@@ -156,8 +147,9 @@ class Handle:
         coming = self.actor.stream.options(num_returns="streaming").remote(name, *_messages(kinds, arguments))
         is_over = False
         try:
-            async for ref in coming:
-                yield decode(item, await ref)
+            with failures_named(self.name, self.lost):
+                async for ref in coming:
+                    yield decode(item, await ref)
             is_over = True
         finally:
             if not is_over:
@@ -165,7 +157,6 @@ class Handle:
 
     def end(self, pid: int | None = None) -> None:
         """Kills the actor. Ray gives a frozen process some seconds; on this machine `pid` is killed after one."""
-        self.has_ended = True
         with suppress(Exception):  # the actor or the whole cluster is gone already
             ray.kill(self.actor)
         if pid is not None:
@@ -176,16 +167,36 @@ class Handle:
                 os.kill(pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call under way: `await` it, or ask for its `result`. As an argument of another call, its result travels through
+    the object store without passing the driver."""
+
+    ref: Any
+    kind: Any
+    handle: Handle
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        with failures_named(self.handle.name, self.handle.lost):
+            content = yield from self.ref.__await__()
+        return decode(self.kind, content)
+
+    def result(self, limit_s: float) -> Any:
+        with failures_named(self.handle.name, self.handle.lost):
+            content = ray.get(self.ref, timeout=limit_s)
+        return decode(self.kind, content)
+
+
 @dataclass
 class ActorGroup:
     """Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one.
     `name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
 
     cluster: Cluster
+    cpus: float
     name: str
     cls: type
     arguments: tuple[Any, ...]
-    cpus: float
     gpus: float
     count: int
     """Places that are reserved, for the first replicas."""
@@ -219,19 +230,19 @@ class ActorGroup:
 
     def adopt(self, given: Mapping[str, Any] | None) -> None:
         """Takes over the actors of a former driver of this run that hold what was `given`, and ends the others."""
+        namespace, found = self.cluster.namespace, list[Handle]()
         listed: Any = list_named_actors(all_namespaces=True)
-        ours = sorted(each["name"] for each in listed if each["namespace"] == self.cluster.namespace)
-        found = []
-        for name in (name for name in ours if name.startswith(f"{self.name}-")):
+        for name in sorted(each["name"] for each in listed if each["namespace"] == namespace):
             with suppress(ValueError):  # gone since
-                found.append(Handle(ray.get_actor(name, namespace=self.cluster.namespace), self.cls))
+                if name.startswith(f"{self.name}-"):
+                    found.append(Handle(ray.get_actor(name, namespace=namespace), self.cls))
         self.started += found
         calls = [actor.call("start") for actor in found]
         if calls:
             ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=RETURN_S)
         for actor, call in zip(found, calls, strict=True):
             about: Any = None
-            with suppress(PodiumError), named(self.name):
+            with suppress(PodiumError):
                 about = call.result(0.0)
             if about is not None and about.get("given") == given and len(self.ready) < self.count:
                 self.ready.append((actor, about))
@@ -239,14 +250,14 @@ class ActorGroup:
                 actor.end()
 
     async def take(self, name: str) -> tuple[Handle, dict[str, Any]]:
-        """An actor that is ready, or a new one once it has started. `name` is a member's: rollout-2.3 is the third
-        member of replica 2."""
+        """An actor that is ready, or a new one once it has started, for the member of that name: rollout-2.3 is the
+        third member of replica 2."""
         if self.ready:
-            return self.ready.pop(0)
-        actor = self.start(int(name.partition(".")[0].rpartition("-")[2]))
+            actor, about = self.ready.pop(0)
+            return actor.named(name), about
+        actor = self.start(int(name.partition(".")[0].rpartition("-")[2])).named(name)
         try:
-            with named(name):
-                return actor, await actor.call("start")
+            return actor, await actor.call("start")
         except BaseException:
             actor.end()
             raise
@@ -259,25 +270,21 @@ class ActorGroup:
 
 
 class ActorWorker:
-    """The driver's end of an actor: what a pool asks of a worker besides its work (remote/pool.py)."""
+    """What a pool asks of a worker besides its work (remote/pool.py)."""
 
-    def __init__(self, name: str, actor: Handle, about: Mapping[str, Any]) -> None:
-        self.name, self.actor = name, actor
+    def __init__(self, actor: Handle, about: Mapping[str, Any]) -> None:
+        """`about` is what the actor reported."""
+        self.actor = actor
         self.pid: int | None = about["pid"]
         self._is_here = about["node"] == os.uname().nodename
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The actor's answer; errors contain the worker's name."""
-        with named(self.name):
-            return await self.actor.call(method, *arguments)
-
     async def ping(self) -> None:
-        await self.call("ping")
+        await self.actor.call("ping")
 
     async def exited(self) -> str:
         """Waits for the actor's end and says why. A process's end is known at once, a machine's when Ray knows it."""
         try:
-            await self.call("stay")
+            await self.actor.call("stay")
         except PodiumError as error:
             return str(error)
         return "it left"
@@ -287,8 +294,8 @@ class ActorWorker:
 
 
 @contextmanager
-def named(who: str, lost: type[PodiumError] = EngineError) -> Iterator[None]:
-    """Turns Ray's errors into Podium's; `lost` is raised where the actor, or what it held, is gone."""
+def failures_named(who: str, lost: type[PodiumError]) -> Iterator[None]:
+    """Turns Ray's errors into Podium's: the one that the actor raised, or `lost`."""
     try:
         yield
     except (RayTaskError, RayActorError) as error:
@@ -318,7 +325,7 @@ def _first_line(error: BaseException | None) -> str:
 def results(calls: Mapping[str, Call], limit_s: float) -> dict[str, Any]:
     """What each call returned, by name; if some failed, one error that lists all of them."""
     ray.wait([call.ref for call in calls.values()], num_returns=len(calls), timeout=limit_s)
-    attempts = {name: lambda call=call: call.result(0.0) for name, call in calls.items()}
+    attempts = {name: partial(call.result, 0.0) for name, call in calls.items()}
     return all_of(attempts, "workers could not be made ready")
 
 
@@ -330,7 +337,7 @@ def all_of(attempts: Mapping[str, Callable[[], Any]], problem: str) -> dict[str,
     by_text: dict[str, list[str]] = {}
     for name, attempt in attempts.items():
         try:
-            with named("it", ProvisionError):
+            with failures_named("it", ProvisionError):
                 found[name] = attempt()
         except PodiumError as error:
             errors.append(error)

@@ -13,14 +13,14 @@ import asyncio
 import os
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ray.util import get_node_ip_address
 
 from podium.engine.pool import PoolFolder
@@ -40,15 +40,14 @@ from podium.records import Answer, Batch, Request, UpdateResult
 from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
-from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, Call, Handle, RunActor, named
-from podium.runtime.ranks.launch import START_LIMIT
+from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, Call, Handle, RunActor
+from podium.runtime.ranks.launch import meet
 from podium.runtime.ranks.line import follow, join
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import ANSWER_S, FrozenReference, HostedTrainer
 from podium.server.door import Refusal
 from podium.server.serve import load_engine, make_served
 from podium.settings.tables import Settings
-from podium.stages import OnTokens
 from podium.sync import Delivery
 from podium.sync.nccl import free_port
 from podium.trainer.build import check_trainer
@@ -130,48 +129,33 @@ class Shipment:
 
 
 class RolloutWorker(ActorWorker):
-    """A worker of the pool, and its own engine."""
+    """A worker of the pool, and its own engine. Each answer comes as soon as it is whole."""
 
-    def __init__(self, name: str, actor: Handle, about: Mapping[str, Any], in_flight: bool) -> None:
-        super().__init__(name, actor, about)
-        self.engine = self
+    def __init__(self, actor: Handle, about: Mapping[str, Any], in_flight: bool) -> None:
+        super().__init__(actor, about)
+        self.engine, self._in_flight = self, in_flight
         self.policy_version: int | None = None
-        self._in_flight, self._batching = in_flight, Batching(self._ask)
-
-    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
-        return await self._batching.generate(request, on_tokens)
-
-    async def _ask(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
-        """Answers come through the object store, each as soon as it is whole; closing the iterator cancels the rest."""
-        with named(self.name):
-            async with aclosing(self.actor.stream("generate", requests)) as answers:
-                async for answer in answers:
-                    yield answer
+        self.generate = Batching(partial(actor.stream, "generate")).generate
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self.call("score", list(token_ids))
+        return await self.actor.call("score", token_ids)
 
     async def held(self) -> Held | None:
-        return await self.call("held")
+        return await self.actor.call("held")
 
     async def load(self, shipment: Shipment, version: int) -> None:
         """Confirmed by version and hash."""
-        held, sha256 = await self.call("load", shipment.crate, version, self._in_flight)
+        held, sha256 = await self.actor.call("load", shipment.crate, version, self._in_flight)
         if sha256 != shipment.sha256:
-            raise WeightsError(f"{self.name} confirmed other weights than version {version}")
+            raise WeightsError(f"{self.actor.name} confirmed other weights than version {version}")
         self.policy_version = held
 
 
 class RolloutWorkers(EnginePool):
     """All rollout workers as one engine (remote/engine_pool.py)."""
 
-    policy_version: int | None
-
-    def __init__(
-        self, settings: Settings, actors: ActorGroup, rules: Rules, began: Callable[[], None], on_event: OnEvent
-    ) -> None:
-        """`began` is called when the run begins, at its first push."""
-        self._actors, self._began, self._in_flight = actors, began, settings.run.in_flight
+    def __init__(self, settings: Settings, actors: ActorGroup, rules: Rules, on_event: OnEvent) -> None:
+        self._actors, self._in_flight = actors, settings.run.in_flight
         rules = replace(rules, name=actors.name, kind="rollout workers", error=EngineError)
         plan, stalled_s = settings.plan, settings.runtime.options["stalled_s"]
         share = -(-plan.prompts_ahead // rules.replicas[1])  # a worker's prompts of those that are written at a time
@@ -188,21 +172,14 @@ class RolloutWorkers(EnginePool):
         await self._thread.call(self._push(Weights(shipment, version)))
         self.policy_version = version
 
-    async def load_weights(self, weights: Iterable[Any], version: int) -> None:
-        raise AssertionError("the trainer's actor gives its weights away as a crate")
-
-    async def load_folder(self, folder: Path, version: int) -> None:
-        raise AssertionError("workers see no folder of the driver's")
-
     def close(self) -> None:
         self._thread.finish(self._pool.close(), CLOSE_S)
 
     def _start(self) -> None:
-        self._began()
         self._pool.start(self._launch)
 
     async def _launch(self, name: str) -> RolloutWorker:
-        return RolloutWorker(name, *await self._actors.take(name), self._in_flight)
+        return RolloutWorker(*await self._actors.take(name), self._in_flight)
 
 
 @dataclass(frozen=True)
@@ -214,17 +191,15 @@ class RemotePolicy:
     stop_ids: tuple[int, ...]
     max_context_tokens: int
     vocabulary: int
-    base_digest: str | None
-    """Of the weights under the adapter; None for full weights, and of ranks other than 0, which are compared to it."""
     pid: int
     node: str
 
 
-class TrainerActor(RunActor):
-    _host: HostedTrainer
+class TrainerActor(RunActor, HostedTrainer):
+    """The trainer of one rank. The driver calls rank 0."""
 
     def open(self, settings: Settings, ranks: int, rank: int) -> None:
-        self._settings, self._rank, self._ranks = settings, rank, ranks
+        self.settings, self._rank, self._ranks = settings, rank, ranks
         self._crate: PackedFolder | None = None
         """Published weights that nobody has fetched yet."""
 
@@ -234,51 +209,44 @@ class TrainerActor(RunActor):
 
     def load(self, meet_at: tuple[str, int] | None = None) -> RemotePolicy:
         if meet_at is not None:
-            self._join(*meet_at)
-        check_trainer(self._settings)
-        self._host = HostedTrainer(self._settings)
-        policy = self._host.policy
+            address, port = meet_at
+            ranks = {"RANK": self._rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
+            os.environ |= {key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": address}
+            meet()
+        check_trainer(self.settings)
+        HostedTrainer.__init__(self, self.settings)
         return RemotePolicy(
-            tokenizer=tokenizer_fingerprint(policy.tokenizer),
-            stop_ids=policy.stop_ids,
-            max_context_tokens=policy.max_context_tokens,
-            vocabulary=policy.vocabulary,
-            base_digest=policy.base_digest() if self._rank == 0 else None,
+            tokenizer=tokenizer_fingerprint(self.policy.tokenizer),
+            stop_ids=self.policy.stop_ids,
+            max_context_tokens=self.policy.max_context_tokens,
+            vocabulary=self.policy.vocabulary,
             **self.about(),
         )
 
-    def build(self, steps: int, longest_prompt: int) -> MemoryPlan:
-        """`steps` of the whole run; `longest_prompt` of its data, in tokens."""
-        memory = self._host.plan_memory(longest_prompt)
-        self._host.build(steps, join() if self._ranks > 1 else None)  # every rank joins at this point
-        return memory
+    def prepare(self, steps: int, longest_prompt: int) -> tuple[MemoryPlan, str | None]:
+        """The memory plan and the digest of the base weights. `steps` of the whole run; `longest_prompt` in tokens."""
+        self.build(steps, longest_prompt, join() if self._ranks > 1 else None)  # every rank joins at this point
+        return self.memory, self.base_digest
 
     def follow(self) -> None:
         """What every rank but 0 does from then on. A rank that fails ends its process, so that the others notice."""
         try:
-            follow(join(), self._host.trainer, None)
+            follow(join(), self.trainer, None)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     async def step(self, batches: list[Batch]) -> UpdateResult:
-        return await self._host.trainer.step(batches)
+        return await self.trainer.step(batches)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        return await self._host.trainer.score(token_ids)
+        return await self.trainer.score(token_ids)
 
-    async def difference(self, held: Held) -> str | None:
-        return await self._host.difference(held)
-
-    async def publish(self, version: int) -> str:
-        """The hash of the weights, which `crate` then gives away. Weights that are not finite are not published."""
-
-        def pack() -> PackedFolder:
-            with tempfile.TemporaryDirectory(prefix="podium-weights-") as root:
-                return pack_published(self._host.publish(Path(root), version))
-
-        await self._host.check_finite(f"before the push of policy version {version}")
-        self._crate = await asyncio.to_thread(pack)
+    async def pack(self, version: int) -> str:
+        """The hash of the published weights, which `crate` then gives away. They must be finite."""
+        await self.check_finite(f"before the push of policy version {version}")
+        with tempfile.TemporaryDirectory(prefix="podium-weights-") as root:
+            self._crate = pack_published(await asyncio.to_thread(self.publish, Path(root), version))
         return self._crate.sha256
 
     def crate(self) -> PackedFolder:
@@ -288,91 +256,65 @@ class TrainerActor(RunActor):
         return crate
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._host.trainer.state()
+        return self.trainer.state()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._host.trainer.load_state(tensors)
-
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._host.trainer.load_weights(tensors)
-
-    def load_start(self) -> None:
-        self._host.load_start()
+        self.trainer.load_state(tensors)
 
     def save_model(self) -> Files:
         with tempfile.TemporaryDirectory(prefix="podium-model-") as folder:
-            self._host.trainer.save_model(folder)
+            self.trainer.save_model(folder)
             return read_files(Path(folder))
-
-    def _join(self, address: str, port: int) -> None:
-        ranks = {"RANK": self._rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
-        os.environ |= {key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": address}
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=START_LIMIT)
 
 
 class RemoteTrainer:
-    """The driver's end of the trainer's actor: the trainer that the loop and the checkpoint know."""
+    """The driver's end of the trainer's actor: the trainer that loop and checkpoint know. It never holds weights."""
 
     def __init__(self, actor: Handle) -> None:
-        self._actor = actor
+        self._actor = actor.named("the trainer's actor", TrainerLostError)
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
-        return await self._call("step", batches)
+        return await self._actor.call("step", batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._call("score", list(token_ids))
+        return await self._actor.call("score", token_ids)
 
     async def difference(self, held: Held) -> str | None:
-        return await self._call("difference", held)
+        return await self._actor.call("difference", held)
 
     async def ship(self, version: int) -> Shipment:
         """The weights as they are now; they stay in the object store."""
-        sha256 = await self._call("publish", version)
+        sha256 = await self._actor.call("pack", version)
         return Shipment(self._actor.call("crate"), sha256)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        raise AssertionError("weights go to the workers as a crate")
-
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._wait("state")
+        return self._actor.call("state").result(CALL_S)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._wait("load_state", tensors)
-
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._wait("load_weights", tensors)
+        self._actor.call("load_state", tensors).result(CALL_S)
 
     def load_start(self) -> None:
-        self._wait("load_start")
+        self._actor.call("load_start").result(CALL_S)
 
     def save_model(self, folder: str) -> None:
-        write_files(self._wait("save_model"), Path(folder))
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        with named("the trainer's actor", TrainerLostError):
-            return await self._actor.call(name, *arguments)
-
-    def _wait(self, name: str, *arguments: Any) -> Any:
-        with named("the trainer's actor", TrainerLostError):
-            return self._actor.call(name, *arguments).result(CALL_S)
+        write_files(self._actor.call("save_model").result(CALL_S), Path(folder))
 
 
 class StoreDelivery(Delivery):
-    """Weights go from the trainer's actor to the workers through the object store."""
+    """Weights go from the trainer's actor to the workers through the object store. The actor, which holds the trainer's
+    weights, checks them before it publishes them, and compares them with what engines show."""
+
+    trainer: Any
+    engine: Any
 
     async def check_weights(self, version: int) -> None:
-        """The actor checks the weights before it publishes them."""
+        """In the trainer's actor."""
 
     async def difference(self, held: Held) -> str | None:
-        """The actor compares, since it holds the trainer's weights."""
-        trainer: Any = self.trainer
-        return await trainer.difference(held)
+        return await self.trainer.difference(held)
 
     async def by_folder(self, root: Path | None, version: int) -> None:
-        trainer: Any = self.trainer
-        engine: Any = self.engine
-        await engine.load_shipment(await trainer.ship(version), version)
+        await self.engine.load_shipment(await self.trainer.ship(version), version)
 
 
 class ReferenceActor(RunActor):
@@ -391,8 +333,7 @@ class RemoteReference:
     """The driver's end of the reference's actor."""
 
     def __init__(self, actor: Handle) -> None:
-        self._actor = actor
+        self._actor = actor.named("the reference's actor", ReferenceLostError)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        with named("the reference's actor", ReferenceLostError):
-            return self._actor.call("logprobs", batch).result(ANSWER_S)
+        return self._actor.call("logprobs", batch).result(ANSWER_S)

@@ -75,7 +75,7 @@ class RewardActors:
 
         async def ask(member: Member[ActorWorker]) -> Group:
             started = time.monotonic()
-            scored = await member.worker.call("score", group)
+            scored = await member.worker.actor.call("score", group)
             seconds = time.monotonic() - started
             self._on_event("scored", ordinal=ordinal, worker=member.name, pid=member.worker.pid, seconds=seconds)
             return scored
@@ -87,9 +87,9 @@ class RewardActors:
             return self.scoring.unscored(group, reason)
 
     async def _launch(self, name: str) -> ActorWorker:
-        return ActorWorker(name, *await self._actors.take(name))
+        return ActorWorker(*await self._actors.take(name))
 
     async def _prepare(self, member: Member[ActorWorker]) -> Mapping[str, Any]:
         """The worker finds its rewards; a reward that cannot run there is an error."""
-        await member.worker.call("prepare", self._recipe)
+        await member.worker.actor.call("prepare", self._recipe)
         return {}

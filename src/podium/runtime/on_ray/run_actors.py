@@ -6,7 +6,7 @@ driver for a while: a driver that resumes the run finds them with their models l
 
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,8 +52,10 @@ def place(settings: Settings, folder: RunFolder, step: int | None) -> Placed:
     actors = RunActors(fitted(settings, data.longest_prompt), folder)
     try:
         policy = actors.start(reader.tokenizer)
-        memory = actors.prepare(data, recipe)
-        trainer, engine, scoring = actors.trainer, actors.engine, actors.rewards.scoring
+        memory, base_digest = actors.prepare(data, recipe)
+        trainer: Any = actors.trainer  # whose weights, and those of the engine, go another way
+        engine: Any = actors.engine
+        scoring = actors.rewards.scoring
         check_scoring(scoring, data.sources)
         check_retirement(settings, scoring, data.train)
         check_space(settings, folder, memory, step)
@@ -68,9 +70,9 @@ def place(settings: Settings, folder: RunFolder, step: int | None) -> Placed:
             train=partial(train_step, trainer, actors.reference, None),
             sync=build_sync(settings, build_delivery(settings, *between, StoreDelivery)),
             memory=memory,
-            base_digest=policy.base_digest,
+            base_digest=base_digest,
             begin=trainer.load_start,
-            ranks=settings.runtime.options["ranks"],
+            restored=actors.note_start,
             end=actors.close,
         )
     except BaseException:
@@ -93,26 +95,26 @@ class RunActors:
         replicas = workers if isinstance(workers, tuple) else (workers, workers)
         self._rules = Rules(replicas, floor=1, **limits)
         """Of both pools; `replicas` counts rollout workers."""
-        references = int(reference_needs(settings) is not None)
-        num_actors = replicas[1] + options["reward_workers"] + options["ranks"] + references
+        self._reference = reference_needs(settings)
+        num_actors = replicas[1] + options["reward_workers"] + options["ranks"] + int(self._reference is not None)
         num_cpus = options["cpus_per_worker"] * num_actors
         self._cluster = Cluster(options["address"], folder.run_id, num_cpus, options["linger_s"])
-        self._kinds: list[ActorGroup] = []
-        self._began: list[tuple[str, Mapping[str, Any]]] = []
-        """Events of the start, written once the run has begun."""
+        self._ends = ExitStack()
+        self._ends.callback(self._cluster.close)
+        self._started: dict[str, Mapping[str, Any]] = {}
+        """Events of the start, which are written when the run begins."""
         self._over = threading.Event()
-        if not self._cluster.is_own:
-            threading.Thread(target=self._ping, daemon=True).start()
 
     def start(self, tokenizer: Any) -> RemotePolicy:
         """Starts every actor and waits for all of them; returns what is then known of the policy."""
-        self._reserve()
+        given = self._engine_given()
+        self._reserve(given)
         trainers, rollouts, rewards, *references = self._kinds
-        returned: dict[str, int] = {}
         if not self._cluster.is_own:
-            rollouts.adopt(self._engine_given())
+            rollouts.adopt(given)
             rewards.adopt(None)
-            returned = {kind.name: len(kind.ready) for kind in (rollouts, rewards) if kind.ready}
+            if returned := {kind.name: len(kind.ready) for kind in (rollouts, rewards) if kind.ready}:
+                self._started["reattached"] = returned
         for rank in range(trainers.count):
             trainers.start(1 + rank, rank)
         meet_at = trainers.started[0].call("meeting_place") if trainers.count > 1 else None
@@ -128,77 +130,75 @@ class RunActors:
         policy: RemotePolicy = found["trainer-1"]
         workers = {f"rollout-{number}": about["tokenizer"] for number, (_, about) in enumerate(rollouts.ready, 1)}
         _check_tokenizers(tokenizer, {"trainer-1": policy.tokenizer, **workers})
-        self._began.append(("trainer_started", {"pid": policy.pid, "node": policy.node, "ranks": trainers.count}))
+        self._started["trainer_started"] = {"pid": policy.pid, "node": policy.node, "ranks": trainers.count}
         for kind in references:
             self.reference = RemoteReference(kind.started[0])
-            self._began.append(("reference_started", found["reference-1"]))
-        if returned:
-            self._began.append(("reattached", returned))
+            self._started["reference_started"] = found["reference-1"]
         self.trainer = RemoteTrainer(trainers.started[0])
-        self.engine = RolloutWorkers(self._settings, rollouts, self._rules, self._write_began, self._event)
+        self.engine = RolloutWorkers(self._settings, rollouts, self._rules, self._event)
         return replace(policy, tokenizer=tokenizer)
 
-    def prepare(self, data: RunData, recipe: ScoringRecipe) -> MemoryPlan:
-        """Hands over what depends on the data: the number of steps, the longest prompt, the rewards that rows name."""
+    def prepare(self, data: RunData, recipe: ScoringRecipe) -> tuple[MemoryPlan, str | None]:
+        """Hands over what depends on the data: the number of steps, the longest prompt, the rewards that rows name.
+        Returns the trainer's memory plan and the digest of its base weights."""
         trainers, _, rewards, *_ = self._kinds
         sizes = data.plan.steps, max(data.train.lengths)
-        calls = {f"trainer-{n}": actor.call("build", *sizes) for n, actor in enumerate(trainers.started, 1)}
+        calls = {f"trainer-{n}": actor.call("prepare", *sizes) for n, actor in enumerate(trainers.started, 1)}
         calls |= {f"reward-{n}": actor.call("prepare", recipe) for n, (actor, _) in enumerate(rewards.ready, 1)}
-        memory = results(calls, self._rules.start_s)["trainer-1"]
+        found = results(calls, self._rules.start_s)["trainer-1"]
         for actor in trainers.started[1:]:
             actor.call("follow")
         self.rewards = RewardActors(rewards, recipe, self._rules, self._event)
-        return memory
+        self._ends.callback(self.rewards.close)
+        return found
+
+    def note_start(self, *_: Any) -> None:
+        """Writes the events of the start."""
+        for event, details in self._started.items():
+            self._event(event, **details)
 
     def close(self) -> None:
         """Ends the workers, their places and the cluster, in reverse order of their start."""
         self._over.set()
-        if hasattr(self, "rewards"):
-            self.rewards.close()
-        for kind in reversed(self._kinds):
-            kind.close()
-        self._cluster.close()
+        self._ends.close()
 
-    def _reserve(self) -> None:
+    def _reserve(self, engine_given: Mapping[str, Any]) -> None:
         """Asks for all places at once, then waits for them."""
-        settings, options, cpus = self._settings, self._options, self._options["cpus_per_worker"]
+        settings, options, needs = self._settings, self._options, self._reference
         has_gpus = float(settings.model.device != "cpu" and self._cluster.num_gpus > 0)
         per_rank, per_worker = options["gpus_per_rank"], options["gpus_per_rollout_worker"]
         if per_rank is None:
             per_rank = has_gpus
         if per_worker is None:
             per_worker = (settings.engine.options.get("tensor_parallel") or 1) * has_gpus
-
-        def reserve(
-            name: str, cls: type, arguments: tuple[Any, ...], gpus: float, count: int, can_return: bool
-        ) -> None:
-            self._kinds.append(ActorGroup(self._cluster, name, cls, arguments, cpus, gpus, count, can_return))
-
         # A user's code may be edited before the next driver comes.
         is_all_ours = not any(":" in reward.name for reward in settings.reward)
-        reserve("trainer", TrainerActor, (settings, options["ranks"]), per_rank, options["ranks"], False)
-        reserve("rollout", RolloutActor, (self._engine_given(),), per_worker, self._rules.replicas[0], True)
-        reserve("reward", RewardActor, (), 0.0, options["reward_workers"], is_all_ours)
-        if (needs := reference_needs(settings)) is not None:
+        group, ranks = partial(ActorGroup, self._cluster, options["cpus_per_worker"]), options["ranks"]
+        self._kinds = [
+            group("trainer", TrainerActor, (settings, ranks), per_rank, ranks, False),
+            group("rollout", RolloutActor, (engine_given,), per_worker, self._rules.replicas[0], True),
+            group("reward", RewardActor, (), 0.0, options["reward_workers"], is_all_ours),
+        ]
+        if needs is not None:
             gpus = 0.0 if needs[0]["device"] == "cpu" else per_rank or 1.0
-            reserve("reference", ReferenceActor, needs, gpus, 1, False)
+            self._kinds.append(group("reference", ReferenceActor, needs, gpus, 1, False))
+        for kind in self._kinds:
+            self._ends.callback(kind.close)
+        if not self._cluster.is_own:
+            threading.Thread(target=self._ping, daemon=True).start()
         waits = {kind.name: partial(self._cluster.wait_for, kind.places, self._rules.start_s) for kind in self._kinds}
         all_of(waits, "kinds of workers have no place")
 
     def _ping(self) -> None:
         """Workers end when no driver pings them, and a pool pings only those that it has taken."""
         while not self._over.wait(PING_S):
-            for actor in [actor for kind in self._kinds[1:] for actor in kind.started if not actor.has_ended]:
+            for actor in [actor for kind in self._kinds[1:] for actor in kind.started]:
                 with suppress(Exception):  # a dead worker is noticed by the next call to it
                     actor.call("ping")
 
     def _event(self, kind: str, **details: Any) -> None:
         with suppress(OSError):  # a full disk is reported where a checkpoint is written
             self._folder.event(kind, **details)
-
-    def _write_began(self) -> None:
-        for event, details in self._began:
-            self._event(event, **details)
 
     def _engine_given(self) -> dict[str, Any]:
         """What `load_engine` is given (server/serve.py)."""

@@ -16,7 +16,6 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -281,9 +280,6 @@ class RankedEngine:
         """Each rank's engine loads from its own trainer, which made the same update."""
         with self._line.order("load_weights", encode(version)):
             await self._engine.load_weights(self._trainer.weights(), version)
-
-    async def load_folder(self, folder: Path, version: int) -> None:
-        raise AssertionError("ranks share memory with their trainer")
 
     def close(self) -> None:
         self._engine.close()
