@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -124,26 +124,29 @@ class RunActor:
 
 @dataclass(eq=False)
 class Handle:
-    """The driver's end of an actor of class `cls`."""
+    """The driver's end of an actor: calls to it, and what a pool asks of a worker besides its work (remote/pool.py). A
+    subclass says of which class the actor is."""
 
+    kind: ClassVar[type]
+    lost: ClassVar[type[PodiumError]] = EngineError
+    """Raised where the actor is gone, or fails with an error that is not Podium's."""
     actor: Any
-    cls: type
     name: str = "it"
     """In messages."""
-    lost: type[PodiumError] = ProvisionError
-    """Raised where the actor is gone, or fails with an error that is not Podium's."""
+    about: Any = None
+    """What the actor reported once it had started."""
+    pid: int | None = None
 
-    def named(self, name: str, lost: type[PodiumError] = EngineError) -> "Handle":
-        self.name, self.lost = name, lost
-        return self
+    def note(self, about: Mapping[str, Any]) -> None:
+        self.about, self.pid = about, about["pid"]
 
     def call(self, name: str, *arguments: Any) -> "Call":
-        kinds, result = _declared(getattr(self.cls, name))
+        kinds, result = _declared(getattr(self.kind, name))
         return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result, self)
 
     async def stream(self, name: str, *arguments: Any) -> AsyncGenerator[Any]:
         """The items of an iterator, each as soon as it is there; closing this one cancels the call."""
-        kinds, item = _declared(getattr(self.cls, name))
+        kinds, item = _declared(getattr(self.kind, name))
         coming = self.actor.stream.options(num_returns="streaming").remote(name, *_messages(kinds, arguments))
         is_over = False
         try:
@@ -155,16 +158,33 @@ class Handle:
             if not is_over:
                 ray.cancel(coming)
 
-    def end(self, pid: int | None = None) -> None:
-        """Kills the actor. Ray gives a frozen process some seconds; on this machine `pid` is killed after one."""
+    async def ping(self) -> None:
+        await self.call("ping")
+
+    async def exited(self) -> str:
+        """Waits for the actor's end and says why. A process's end is known at once, a machine's when Ray knows it."""
+        try:
+            await self.call("stay")
+        except PodiumError as error:
+            return str(error)
+        return "it left"
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._kill_surely)
+
+    def kill(self) -> None:
         with suppress(Exception):  # the actor or the whole cluster is gone already
             ray.kill(self.actor)
-        if pid is not None:
+
+    def _kill_surely(self) -> None:
+        """Ray gives a frozen process some seconds; one on this machine is killed after one."""
+        self.kill()
+        if self.pid is not None and self.about["node"] == os.uname().nodename:
             with suppress(ProcessLookupError, PermissionError):
                 for _ in range(MOMENTS):
                     time.sleep(MOMENT_S)
-                    os.kill(pid, 0)
-                os.kill(pid, signal.SIGKILL)
+                    os.kill(self.pid, 0)
+                os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -187,7 +207,7 @@ class Call:
         return decode(self.kind, content)
 
 
-@dataclass
+@dataclass(eq=False)
 class ActorGroup:
     """Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one.
     `name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
@@ -195,15 +215,15 @@ class ActorGroup:
     cluster: Cluster
     cpus: float
     name: str
-    cls: type
+    handle: type[Handle]
     arguments: tuple[Any, ...]
     gpus: float
     count: int
     """Places that are reserved, for the first replicas."""
     can_return: bool
     """Whether a later driver may find them."""
-    ready: list[tuple[Handle, dict[str, Any]]] = field(default_factory=list)
-    """Started and not yet taken, with what they reported."""
+    ready: list[Handle] = field(default_factory=list)
+    """Started and not yet taken."""
     started: list[Handle] = field(default_factory=list)
     """All that were started, in that order, including dead ones."""
 
@@ -211,7 +231,7 @@ class ActorGroup:
         resources = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
         self.places = self.cluster.reserve(self.name, [resources] * self.count, self.can_return)
 
-    def start(self, number: int, *more: Any) -> Handle:
+    def start(self, number: int) -> Handle:
         """A new actor for replica `number`, from 1; beyond the reserved places Ray puts it where there is room."""
         asked: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
         if number <= self.count:
@@ -222,11 +242,10 @@ class ActorGroup:
         elif not self.cluster.is_own:
             name = f"{self.name}-{number}-{secrets.token_hex(4)}"
             asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
-        kinds, _ = _declared(self.cls.open)  # type: ignore[attr-defined]
-        given = _messages((DriverContext, *kinds), (driver, *self.arguments, *more))
-        handle = Handle(ray.remote(self.cls).options(**asked).remote(*given), self.cls)
-        self.started.append(handle)
-        return handle
+        kind: Any = self.handle.kind
+        given = _messages((DriverContext, *_declared(kind.open)[0]), (driver, *self.arguments))
+        self.started.append(self.handle(ray.remote(kind).options(**asked).remote(*given)))
+        return self.started[-1]
 
     def adopt(self, given: Mapping[str, Any] | None) -> None:
         """Takes over the actors of a former driver of this run that hold what was `given`, and ends the others."""
@@ -235,62 +254,37 @@ class ActorGroup:
         for name in sorted(each["name"] for each in listed if each["namespace"] == namespace):
             with suppress(ValueError):  # gone since
                 if name.startswith(f"{self.name}-"):
-                    found.append(Handle(ray.get_actor(name, namespace=namespace), self.cls))
+                    found.append(self.handle(ray.get_actor(name, namespace=namespace)))
         self.started += found
         calls = [actor.call("start") for actor in found]
         if calls:
             ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=RETURN_S)
         for actor, call in zip(found, calls, strict=True):
-            about: Any = None
             with suppress(PodiumError):
-                about = call.result(0.0)
-            if about is not None and about.get("given") == given and len(self.ready) < self.count:
-                self.ready.append((actor, about))
+                actor.note(call.result(0.0))
+            if actor.about is not None and actor.about.get("given") == given and len(self.ready) < self.count:
+                self.ready.append(actor)
             else:
-                actor.end()
+                actor.kill()
 
-    async def take(self, name: str) -> tuple[Handle, dict[str, Any]]:
+    async def take(self, name: str) -> Handle:
         """An actor that is ready, or a new one once it has started, for the member of that name: rollout-2.3 is the
         third member of replica 2."""
-        if self.ready:
-            actor, about = self.ready.pop(0)
-            return actor.named(name), about
-        actor = self.start(int(name.partition(".")[0].rpartition("-")[2])).named(name)
+        actor = self.ready.pop(0) if self.ready else self.start(int(name.partition(".")[0].rpartition("-")[2]))
+        actor.name = name
         try:
-            return actor, await actor.call("start")
+            if actor.about is None:
+                actor.note(await actor.call("start"))
         except BaseException:
-            actor.end()
+            actor.kill()
             raise
+        return actor
 
     def close(self) -> None:
         """Ends them all, the last one first."""
         for actor in reversed(self.started):
-            actor.end()
+            actor.kill()
         self.started.clear()
-
-
-class ActorWorker:
-    """What a pool asks of a worker besides its work (remote/pool.py)."""
-
-    def __init__(self, actor: Handle, about: Mapping[str, Any]) -> None:
-        """`about` is what the actor reported."""
-        self.actor = actor
-        self.pid: int | None = about["pid"]
-        self._is_here = about["node"] == os.uname().nodename
-
-    async def ping(self) -> None:
-        await self.actor.call("ping")
-
-    async def exited(self) -> str:
-        """Waits for the actor's end and says why. A process's end is known at once, a machine's when Ray knows it."""
-        try:
-            await self.actor.call("stay")
-        except PodiumError as error:
-            return str(error)
-        return "it left"
-
-    async def end(self) -> None:
-        await asyncio.to_thread(self.actor.end, self.pid if self._is_here else None)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from podium.records import Answer, Batch, Request, UpdateResult
 from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
-from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, Call, Handle, RunActor
+from podium.runtime.on_ray.actors import ActorGroup, Call, Handle, RunActor
 from podium.runtime.ranks.launch import meet
 from podium.runtime.ranks.line import follow, join
 from podium.runtime.wiring.memory import MemoryPlan
@@ -99,12 +99,12 @@ class RolloutActor(RunActor):
         with _refusals_named():
             return (await self._served.held())["held"]
 
-    async def load(self, crate: PackedFolder, version: int, in_flight: bool) -> tuple[int, str]:
+    async def load(self, crate: PackedFolder, version: int) -> tuple[int, str]:
         """The version that it holds now, and the hash of its weights."""
         folder = await asyncio.to_thread(unpack_published, crate, self._folder.weights)
         try:
             with _refusals_named():
-                sha256 = await self._served.reload(folder.name, version, in_flight, None)
+                sha256 = await self._served.reload(folder.name, version, self._given["in_flight"], None)
         finally:
             await asyncio.to_thread(remove_published, folder)
         return self._served.version, sha256
@@ -128,26 +128,27 @@ class Shipment:
     """What a worker must confirm."""
 
 
-class RolloutWorker(ActorWorker):
+@dataclass(eq=False)
+class RolloutWorker(Handle):
     """A worker of the pool, and its own engine. Each answer comes as soon as it is whole."""
 
-    def __init__(self, actor: Handle, about: Mapping[str, Any], in_flight: bool) -> None:
-        super().__init__(actor, about)
-        self.engine, self._in_flight = self, in_flight
-        self.policy_version: int | None = None
-        self.generate = Batching(partial(actor.stream, "generate")).generate
+    kind = RolloutActor
+    policy_version: int | None = None
+
+    def __post_init__(self) -> None:
+        self.engine, self.generate = self, Batching(partial(self.stream, "generate")).generate
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self.actor.call("score", token_ids)
+        return await self.call("score", token_ids)
 
     async def held(self) -> Held | None:
-        return await self.actor.call("held")
+        return await self.call("held")
 
     async def load(self, shipment: Shipment, version: int) -> None:
         """Confirmed by version and hash."""
-        held, sha256 = await self.actor.call("load", shipment.crate, version, self._in_flight)
+        held, sha256 = await self.call("load", shipment.crate, version)
         if sha256 != shipment.sha256:
-            raise WeightsError(f"{self.actor.name} confirmed other weights than version {version}")
+            raise WeightsError(f"{self.name} confirmed other weights than version {version}")
         self.policy_version = held
 
 
@@ -155,16 +156,15 @@ class RolloutWorkers(EnginePool):
     """All rollout workers as one engine (remote/engine_pool.py)."""
 
     def __init__(self, settings: Settings, actors: ActorGroup, rules: Rules, on_event: OnEvent) -> None:
-        self._actors, self._in_flight = actors, settings.run.in_flight
+        self._actors = actors
         rules = replace(rules, name=actors.name, kind="rollout workers", error=EngineError)
         plan, stalled_s = settings.plan, settings.runtime.options["stalled_s"]
         share = -(-plan.prompts_ahead // rules.replicas[1])  # a worker's prompts of those that are written at a time
         concurrency = max(DEFAULT_CONCURRENCY, share * plan.rollouts_per_prompt)
-        reports = [report for _, report in actors.ready]
         traits = replace(
             type(self).traits,
-            dtype="bfloat16" if any(report["dtype"] == "bfloat16" for report in reports) else "float32",
-            keeps_order=all(report["keeps_order"] for report in reports),
+            dtype="bfloat16" if any(actor.about["dtype"] == "bfloat16" for actor in actors.ready) else "float32",
+            keeps_order=all(actor.about["keeps_order"] for actor in actors.ready),
         )
         super().__init__(rules, traits, concurrency, stalled_s, on_event, share)
 
@@ -176,10 +176,7 @@ class RolloutWorkers(EnginePool):
         self._thread.finish(self._pool.close(), CLOSE_S)
 
     def _start(self) -> None:
-        self._pool.start(self._launch)
-
-    async def _launch(self, name: str) -> RolloutWorker:
-        return RolloutWorker(*await self._actors.take(name), self._in_flight)
+        self._pool.start(self._actors.take)
 
 
 @dataclass(frozen=True)
@@ -187,19 +184,16 @@ class RemotePolicy:
     """What the driver knows of the policy, whose weights are in the trainer's actor."""
 
     tokenizer: Any
-    """In the driver its own tokenizer; on the way to the driver the fingerprint of the actor's."""
     stop_ids: tuple[int, ...]
     max_context_tokens: int
     vocabulary: int
-    pid: int
-    node: str
 
 
 class TrainerActor(RunActor, HostedTrainer):
     """The trainer of one rank. The driver calls rank 0."""
 
-    def open(self, settings: Settings, ranks: int, rank: int) -> None:
-        self.settings, self._rank, self._ranks = settings, rank, ranks
+    def open(self, settings: Settings, ranks: int) -> None:
+        self.settings, self._ranks = settings, ranks
         self._crate: PackedFolder | None = None
         """Published weights that nobody has fetched yet."""
 
@@ -207,21 +201,21 @@ class TrainerActor(RunActor, HostedTrainer):
         """Address and port on the machine of rank 0 where the ranks meet."""
         return get_node_ip_address(), free_port(get_node_ip_address())
 
-    def load(self, meet_at: tuple[str, int] | None = None) -> RemotePolicy:
+    def start(self, rank: int, meet_at: tuple[str, int] | None) -> dict[str, Any]:
+        """Loads; then says what the driver needs to know of the policy."""
         if meet_at is not None:
             address, port = meet_at
-            ranks = {"RANK": self._rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
+            ranks = {"RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
             os.environ |= {key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": address}
             meet()
         check_trainer(self.settings)
         HostedTrainer.__init__(self, self.settings)
-        return RemotePolicy(
-            tokenizer=tokenizer_fingerprint(self.policy.tokenizer),
-            stop_ids=self.policy.stop_ids,
-            max_context_tokens=self.policy.max_context_tokens,
-            vocabulary=self.policy.vocabulary,
-            **self.about(),
-        )
+        return self.about() | {
+            "tokenizer": tokenizer_fingerprint(self.policy.tokenizer),
+            "stop_ids": list(self.policy.stop_ids),
+            "max_context_tokens": self.policy.max_context_tokens,
+            "vocabulary": self.policy.vocabulary,
+        }
 
     def prepare(self, steps: int, longest_prompt: int) -> tuple[MemoryPlan, str | None]:
         """The memory plan and the digest of the base weights. `steps` of the whole run; `longest_prompt` in tokens."""
@@ -267,37 +261,38 @@ class TrainerActor(RunActor, HostedTrainer):
             return read_files(Path(folder))
 
 
-class RemoteTrainer:
+@dataclass(eq=False)
+class RemoteTrainer(Handle):
     """The driver's end of the trainer's actor: the trainer that loop and checkpoint know. It never holds weights."""
 
-    def __init__(self, actor: Handle) -> None:
-        self._actor = actor.named("the trainer's actor", TrainerLostError)
+    kind, lost = TrainerActor, TrainerLostError
+    name: str = "the trainer's actor"
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
-        return await self._actor.call("step", batches)
+        return await self.call("step", batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._actor.call("score", token_ids)
+        return await self.call("score", token_ids)
 
     async def difference(self, held: Held) -> str | None:
-        return await self._actor.call("difference", held)
+        return await self.call("difference", held)
 
     async def ship(self, version: int) -> Shipment:
         """The weights as they are now; they stay in the object store."""
-        sha256 = await self._actor.call("pack", version)
-        return Shipment(self._actor.call("crate"), sha256)
+        sha256 = await self.call("pack", version)
+        return Shipment(self.call("crate"), sha256)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._actor.call("state").result(CALL_S)
+        return self.call("state").result(CALL_S)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._actor.call("load_state", tensors).result(CALL_S)
+        self.call("load_state", tensors).result(CALL_S)
 
     def load_start(self) -> None:
-        self._actor.call("load_start").result(CALL_S)
+        self.call("load_start").result(CALL_S)
 
     def save_model(self, folder: str) -> None:
-        write_files(self._actor.call("save_model").result(CALL_S), Path(folder))
+        write_files(self.call("save_model").result(CALL_S), Path(folder))
 
 
 class StoreDelivery(Delivery):
@@ -317,23 +312,21 @@ class StoreDelivery(Delivery):
         await self.engine.load_shipment(await self.trainer.ship(version), version)
 
 
-class ReferenceActor(RunActor):
+class ReferenceActor(RunActor, FrozenReference):
     def open(self, model: Mapping[str, Any], precision: str | None, seed: int) -> None:
         self._needs = model, precision, seed
 
-    def load(self) -> dict[str, Any]:
-        self._reference = FrozenReference(*self._needs)
+    def start(self) -> dict[str, Any]:
+        FrozenReference.__init__(self, *self._needs)
         return self.about()
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._reference.logprobs(batch)
 
-
-class RemoteReference:
+@dataclass(eq=False)
+class RemoteReference(Handle):
     """The driver's end of the reference's actor."""
 
-    def __init__(self, actor: Handle) -> None:
-        self._actor = actor.named("the reference's actor", ReferenceLostError)
+    kind, lost = ReferenceActor, ReferenceLostError
+    name: str = "the reference's actor"
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._actor.call("logprobs", batch).result(ANSWER_S)
+        return self.call("logprobs", batch).result(ANSWER_S)

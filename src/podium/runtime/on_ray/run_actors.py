@@ -7,7 +7,6 @@ driver for a while: a driver that resumes the run finds them with their models l
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +21,16 @@ from podium.rollout.build import make_rollout_for
 from podium.run.build import check_space
 from podium.run.folder import RunFolder
 from podium.runtime.on_ray import Cluster
-from podium.runtime.on_ray.actors import ActorGroup, all_of, results
+from podium.runtime.on_ray.actors import ActorGroup, Call, Handle, all_of, results
 from podium.runtime.on_ray.models import (
-    ReferenceActor,
     RemotePolicy,
     RemoteReference,
     RemoteTrainer,
-    RolloutActor,
+    RolloutWorker,
     RolloutWorkers,
     StoreDelivery,
-    TrainerActor,
 )
-from podium.runtime.on_ray.rewards import RewardActor, RewardActors
+from podium.runtime.on_ray.rewards import RewardActors, RewardWorker
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.runtime.wiring.trainer import reference_needs, train_step
@@ -53,8 +50,7 @@ def place(settings: Settings, folder: RunFolder, step: int | None) -> Placed:
     try:
         policy = actors.start(reader.tokenizer)
         memory, base_digest = actors.prepare(data, recipe)
-        trainer: Any = actors.trainer  # whose weights, and those of the engine, go another way
-        engine: Any = actors.engine
+        trainer, engine = actors.trainer, actors.engine
         scoring = actors.rewards.scoring
         check_scoring(scoring, data.sources)
         check_retirement(settings, scoring, data.train)
@@ -83,9 +79,12 @@ def place(settings: Settings, folder: RunFolder, step: int | None) -> Placed:
 class RunActors:
     """After `start` and `prepare`, `trainer`, `reference`, `engine` and `rewards` are what the loop needs."""
 
-    trainer: RemoteTrainer
-    reference: RemoteReference | None = None
-    engine: RolloutWorkers
+    trainer: Any
+    """A `RemoteTrainer`."""
+    reference: Any = None
+    """A `RemoteReference`, if the run has a reference of its own."""
+    engine: Any
+    """`RolloutWorkers`."""
     rewards: RewardActors
 
     def __init__(self, settings: Settings, folder: RunFolder) -> None:
@@ -115,28 +114,28 @@ class RunActors:
             rewards.adopt(None)
             if returned := {kind.name: len(kind.ready) for kind in (rollouts, rewards) if kind.ready}:
                 self._started["reattached"] = returned
-        for rank in range(trainers.count):
-            trainers.start(1 + rank, rank)
-        meet_at = trainers.started[0].call("meeting_place") if trainers.count > 1 else None
-        calls = {f"trainer-{n}": actor.call("load", meet_at) for n, actor in enumerate(trainers.started, 1)}
-        for kind in references:
-            calls["reference-1"] = kind.start(1).call("load")
-        numbers = [(kind, n) for kind in (rollouts, rewards) for n in range(1 + len(kind.ready), 1 + kind.count)]
-        starting = {f"{kind.name}-{n}": (kind, kind.start(n)) for kind, n in numbers}
-        calls |= {name: actor.call("start") for name, (_, actor) in starting.items()}
-        found = results(calls, self._rules.start_s)
-        for name, (kind, actor) in starting.items():
-            kind.ready.append((actor, found[name]))
-        policy: RemotePolicy = found["trainer-1"]
-        workers = {f"rollout-{number}": about["tokenizer"] for number, (_, about) in enumerate(rollouts.ready, 1)}
-        _check_tokenizers(tokenizer, {"trainer-1": policy.tokenizer, **workers})
-        self._started["trainer_started"] = {"pid": policy.pid, "node": policy.node, "ranks": trainers.count}
-        for kind in references:
-            self.reference = RemoteReference(kind.started[0])
-            self._started["reference_started"] = found["reference-1"]
-        self.trainer = RemoteTrainer(trainers.started[0])
+        starting: dict[str, tuple[ActorGroup, Handle]] = {}
+        calls, meet_at = dict[str, Call](), None
+        for kind in self._kinds:
+            for n in range(1 + len(kind.ready), 1 + kind.count):
+                name, actor = f"{kind.name}-{n}", kind.start(n)
+                if kind is trainers and kind.count > 1:
+                    meet_at = meet_at or actor.call("meeting_place")  # of rank 0
+                starting[name] = kind, actor
+                calls[name] = actor.call("start", *([n - 1, meet_at] if kind is trainers else []))
+        for name, about in results(calls, self._rules.start_s).items():
+            kind, actor = starting[name]
+            actor.note(about)
+            kind.ready.append(actor)
+        _check_tokenizers(tokenizer, trainers, rollouts)
+        self.trainer = trainers.ready[0]
+        about = self.trainer.about
+        self._started["trainer_started"] = {"pid": about["pid"], "node": about["node"], "ranks": trainers.count}
+        if references:
+            [self.reference] = references[0].ready
+            self._started["reference_started"] = self.reference.about
         self.engine = RolloutWorkers(self._settings, rollouts, self._rules, self._event)
-        return replace(policy, tokenizer=tokenizer)
+        return RemotePolicy(tokenizer, tuple(about["stop_ids"]), about["max_context_tokens"], about["vocabulary"])
 
     def prepare(self, data: RunData, recipe: ScoringRecipe) -> tuple[MemoryPlan, str | None]:
         """Hands over what depends on the data: the number of steps, the longest prompt, the rewards that rows name.
@@ -144,7 +143,7 @@ class RunActors:
         trainers, _, rewards, *_ = self._kinds
         sizes = data.plan.steps, max(data.train.lengths)
         calls = {f"trainer-{n}": actor.call("prepare", *sizes) for n, actor in enumerate(trainers.started, 1)}
-        calls |= {f"reward-{n}": actor.call("prepare", recipe) for n, (actor, _) in enumerate(rewards.ready, 1)}
+        calls |= {f"reward-{n}": actor.call("prepare", recipe) for n, actor in enumerate(rewards.ready, 1)}
         found = results(calls, self._rules.start_s)["trainer-1"]
         for actor in trainers.started[1:]:
             actor.call("follow")
@@ -175,13 +174,13 @@ class RunActors:
         is_all_ours = not any(":" in reward.name for reward in settings.reward)
         group, ranks = partial(ActorGroup, self._cluster, options["cpus_per_worker"]), options["ranks"]
         self._kinds = [
-            group("trainer", TrainerActor, (settings, ranks), per_rank, ranks, False),
-            group("rollout", RolloutActor, (engine_given,), per_worker, self._rules.replicas[0], True),
-            group("reward", RewardActor, (), 0.0, options["reward_workers"], is_all_ours),
+            group("trainer", RemoteTrainer, (settings, ranks), per_rank, ranks, False),
+            group("rollout", RolloutWorker, (engine_given,), per_worker, self._rules.replicas[0], True),
+            group("reward", RewardWorker, (), 0.0, options["reward_workers"], is_all_ours),
         ]
         if needs is not None:
             gpus = 0.0 if needs[0]["device"] == "cpu" else per_rank or 1.0
-            self._kinds.append(group("reference", ReferenceActor, needs, gpus, 1, False))
+            self._kinds.append(group("reference", RemoteReference, needs, gpus, 1, False))
         for kind in self._kinds:
             self._ends.callback(kind.close)
         if not self._cluster.is_own:
@@ -201,7 +200,7 @@ class RunActors:
             self._folder.event(kind, **details)
 
     def _engine_given(self) -> dict[str, Any]:
-        """What `load_engine` is given (server/serve.py)."""
+        """What `load_engine` is given (server/serve.py), and whether weights may change while rollouts are written."""
         settings = self._settings
         engine, precision = settings.engine, settings.trainer.options.get("precision")
         options = engine.model_dump(mode="json")
@@ -210,13 +209,15 @@ class RunActors:
             "engine": engine.name,
             "options": {key: value for key, value in options.items() if key in engine.options},
             "compute_dtype": precision if precision == "bfloat16" else None,
+            "in_flight": settings.run.in_flight,
         }
 
 
-def _check_tokenizers(tokenizer: Any, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_tokenizers(tokenizer: Any, *kinds: ActorGroup) -> None:
     """Refuses tokenizers that differ between machines: the same ids would mean other texts."""
     here = tokenizer_fingerprint(tokenizer)
-    other = [name for name, fingerprint in fingerprints.items() if fingerprint != here]
+    each = [(f"{kind.name}-{n}", actor.about) for kind in kinds for n, actor in enumerate(kind.ready, 1)]
+    other = [name for name, about in each if about["tokenizer"] != here]
     if other:
         raise InputError(
             f"model.name: {', '.join(other)} found another tokenizer than the driver under that name; put the same "
