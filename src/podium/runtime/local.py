@@ -16,8 +16,8 @@ from podium.reward.build import build_scoring, check_retirement
 from podium.rollout.build import make_rollout_for
 from podium.run.build import check_space
 from podium.run.folder import RunFolder
+from podium.runtime.ranks import Line, RankedEngine, follow, join
 from podium.runtime.ranks.launch import check_ranks
-from podium.runtime.ranks.line import Line, RankedEngine, follow, join
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.runtime.wiring.trainer import HostedTrainer, start_reference, train_step
 from podium.settings.tables import Settings

@@ -41,8 +41,8 @@ from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, 
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
 from podium.runtime.on_ray.actors import ActorGroup, Call, Handle, RunActor
+from podium.runtime.ranks import follow, join
 from podium.runtime.ranks.launch import meet
-from podium.runtime.ranks.line import follow, join
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import ANSWER_S, FrozenReference, HostedTrainer
 from podium.server.door import Refusal

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import podium.errors
 from podium.errors import InputError, PodiumError, RankError
 from podium.run.folder import RunFolder
-from podium.runtime.ranks.line import join
+from podium.runtime.ranks import join
 from podium.settings.tables import Settings
 from podium.terminal import warn
 

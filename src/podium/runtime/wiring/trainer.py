@@ -31,7 +31,7 @@ from podium.records import Batch, UpdateResult
 from podium.remote.codec import decode, encode
 from podium.remote.fork_server import BlockingChild, DiedError, ForkServer, RemoteError
 from podium.run.build import load_start
-from podium.runtime.ranks.line import Line, RankedTrainer
+from podium.runtime.ranks import Line, RankedTrainer
 from podium.runtime.wiring.memory import MemoryPlan, memory_plan
 from podium.settings.sections import Model, SeparateReference
 from podium.settings.tables import Settings
