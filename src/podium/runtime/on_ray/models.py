@@ -76,7 +76,6 @@ class RolloutActor(RunActor):
         policy, engine = self._served.policy, self._served.engine
         return self.about() | {
             "given": self._given,
-            "vocabulary": policy.vocabulary,
             "tokenizer": tokenizer_fingerprint(policy.tokenizer),
             "dtype": engine.traits.dtype,
             "keeps_order": engine.traits.keeps_order,
