@@ -269,16 +269,15 @@ class _Published:
         return await on_device_thread(difference, weights.items(), held, scale)
 
 
-class Learner:
+class Learner(HostedTrainer):
     """In a trainer container: the trainer, which holds one state at a time."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
         check_trainer(job.settings)
-        self._host = HostedTrainer(job.settings)
-        self._host.build(job.steps, job.longest_prompt)
-        self._host.load_start()
-        self._trainer = self._host.trainer
+        super().__init__(job.settings)
+        self.build(job.steps, job.longest_prompt)
+        self.load_start()
+        self._probe = job.probe
         self._state: str | None = None
         """Where the state that it holds is stored; None while a step changes it."""
         self._tensors: dict[str, Any] = {}
@@ -287,20 +286,18 @@ class Learner:
         """As the run starts, or as restored from `state`."""
         if not state.is_empty:
             await self._hold(state)
-            return await self._described(step, version, state)
-        known = {"memory": self._host.memory, "base_digest": self._host.base_digest}
-        return await self._described(step, version, None, **known)
+        return await self._described(step, version, state, memory=self.memory, base_digest=self.base_digest)
 
     async def step(self, state: Dir, batches: Sequence[Batch], step: int, version: int) -> Sent:
         """`step` and `version` are those that an update makes; from the same state it makes the same one."""
         await self._hold(state)
         self._state = None
-        result = await self._trainer.step(batches)
-        return await self._described(step, version, None, result=result)
+        result = await self.trainer.step(batches)
+        return await self._described(step, version, Dir.empty(), result=result)
 
     async def save(self, state: Dir) -> Dir:
         await self._hold(state)
-        return await stored("model", lambda folder: self._trainer.save_model(str(folder)))
+        return await stored("model", lambda folder: self.trainer.save_model(str(folder)))
 
     async def _hold(self, state: Dir) -> None:
         if self._state == state.path:
@@ -308,17 +305,17 @@ class Learner:
             return
         self._state = None
         self._tensors = await read_state(state)
-        await on_device_thread(self._trainer.load_state, self._tensors)
+        await on_device_thread(self.trainer.load_state, self._tensors)
         self._state = state.path
 
-    async def _described(self, step: int, version: int, state: Dir | None, **facts: Any) -> Sent:
+    async def _described(self, step: int, version: int, state: Dir, **facts: Any) -> Sent:
         """Stores the state, unless it is stored already, and the weights; `facts` are further fields of the reply."""
-        await self._host.check_finite(f"after step {step}")
-        if state is None:
-            self._tensors = await asyncio.to_thread(self._trainer.state)
+        await self.check_finite(f"after step {step}")
+        if state.is_empty:
+            self._tensors = await asyncio.to_thread(self.trainer.state)
             state = await stored(f"state-{step:06d}", lambda folder: save_file(self._tensors, folder / TENSORS))
-        weights = await stored(f"weights-{version:06d}", lambda folder: self._host.publish(folder, version))
-        logprobs = await self._trainer.score(self._job.probe)
+        weights = await stored(f"weights-{version:06d}", lambda folder: self.publish(folder, version))
+        logprobs = await self.trainer.score(self._probe)
         self._state = state.path
         return to_json(Reply(tuple(logprobs), **facts)), state, weights
 
