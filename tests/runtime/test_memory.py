@@ -292,7 +292,8 @@ def test_a_batch_is_counted_with_the_tokens_that_a_step_can_have(tmp_path: Path)
     plan = memory_plan(settings, policy_of(settings), longest_prompt=20)
     assert plan.max_tokens_per_batch == 16384
     assert plan.largest_batch == plan.tokens_per_step == 704
-    assert plan.total == plan.fixed + 704 * plan.per_token
+    held = sum(getattr(plan, name) for name in memory_module.HELD)
+    assert plan.total == held + 704 * plan.per_token
     small = settings_of(tmp_path, pack={"max_tokens_per_batch": 256})
     assert memory_plan(small, policy_of(small), longest_prompt=20).largest_batch == 256
     assert memory_plan(small, policy_of(small), longest_prompt=400).largest_batch == 424  # a document is never cut

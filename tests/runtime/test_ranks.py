@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 from podium.errors import EngineError, InputError
 from podium.records import Answer, EngineTraits, Request, Sampling
 from podium.run.start import train as train_in_this_process
-from podium.runtime.ranks import launch
+from podium.runtime.ranks import Line, RankedEngine, follow, launch
 from podium.runtime.ranks.launch import check_ranks
-from podium.runtime.ranks.line import Line, RankedEngine, follow
 from podium.settings.tables import Settings
 from tests.commands import Process, fork_server, podium
 from tests.runtime.forked_ranks import living_ranks

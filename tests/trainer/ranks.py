@@ -225,7 +225,7 @@ def whole_run(tables: dict[str, Any], resume: bool = False, rank: int = 0, ranks
     from podium.run import start as run
     from podium.run.folder import RunFolder
     from podium.runtime.local import serve_rank
-    from podium.runtime.ranks.line import join
+    from podium.runtime.ranks import join
     from podium.settings.tables import Settings
 
     settings = Settings.from_dict(tables)

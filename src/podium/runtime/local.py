@@ -16,8 +16,8 @@ from podium.reward.build import build_scoring, check_retirement
 from podium.rollout.build import make_rollout_for
 from podium.run.build import check_space
 from podium.run.folder import RunFolder
+from podium.runtime.ranks import Line, RankedEngine, follow, join
 from podium.runtime.ranks.launch import check_ranks
-from podium.runtime.ranks.line import Line, RankedEngine, follow, join
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.runtime.wiring.trainer import HostedTrainer, start_reference, train_step
 from podium.settings.tables import Settings
@@ -41,9 +41,9 @@ def local(
     data = build_run_data(settings, *rows, policy)
     scoring = build_scoring(settings, data.sources)
     check_retirement(settings, scoring, data.train)
-    check_space(settings, folder, host.plan_memory(max(data.train.lengths)), step)
-    base_digest, line = policy.base_digest(), join() if ranks > 1 else None
-    host.build(data.plan.steps, line)
+    line = join() if ranks > 1 else None
+    host.build(data.plan.steps, max(data.train.lengths), line)
+    check_space(settings, folder, host.memory, step)
     engine = _engine(fitted(settings, data.longest_prompt), host, line, folder.event)
     reference = start_reference(settings)
     delivery = build_delivery(settings, host.trainer, engine, policy, data.train.in_order, folder.path, folder.run_id)
@@ -58,9 +58,8 @@ def local(
         train=partial(train_step, host.trainer, reference, sleeper),
         sync=build_sync(settings, delivery),
         memory=host.memory,
-        base_digest=base_digest,
+        base_digest=host.base_digest,
         begin=host.load_start,
-        ranks=ranks,
         end=(lambda: None) if reference is None else reference.close,
     )
 
@@ -69,8 +68,7 @@ def serve_rank(settings: Settings, line: Line) -> None:
     """What a rank other than 0 does, from start to end."""
     host = HostedTrainer(settings)
     data = build_run_data(settings, read_sources(settings.data), (), host.policy)
-    host.plan_memory(max(data.train.lengths))
-    host.build(data.plan.steps, line)
+    host.build(data.plan.steps, max(data.train.lengths), line)
     engine = _engine(settings, host, line)
     try:
         follow(line, host.trainer, engine)

@@ -75,8 +75,7 @@ def ray(
 ) -> Placed:
     """Starts the workers and makes the stages, writing nothing; `step` names the checkpoint to continue from."""
     refuse(settings, of_ray)
-    # Ranks sample nothing here, so rollouts may run ahead of them.
-    check_ranks(settings.model_copy(update={"run": settings.run.model_copy(update={"max_lag": 0})}), ranks)
+    check_ranks(settings, ranks)
     prepare_import(address)
     from podium.runtime.on_ray.run_actors import place
 

@@ -1,9 +1,9 @@
 """Where the tasks of a run execute: four environments, each with what its work needs and no more, and their images.
 
 Rollout containers stay warm: loading an engine takes longer than a step. They belong to one run and scale by demand.
-`configure` replaces the defaults by the options of `[runtime]`, before tasks are sent. An image holds a copy of this
-Podium and the packages that the run needs. No release is installed: a checkout may be ahead of every release, and
-driver and tasks must run the same code.
+`configure` sets what the options of `[runtime]` say, before tasks are sent. An image holds a copy of this Podium and
+the packages that the run needs. No release is installed: a checkout may be ahead of every release, and driver and tasks
+must run the same code.
 
 This is the only import of Flyte's SDK: it emits warnings and installs an exception hook, which are undone here.
 """
@@ -110,10 +110,9 @@ def _installed(extras: Set[str]) -> list[str]:
         return []
     environments = [{"extra": extra} for extra in ("", *sorted(extras))]
     taken = [each for each in needed if each.marker is None or any(map(each.marker.evaluate, environments))]
-    return [
-        f"{each.name}{'[' + ','.join(sorted(each.extras)) + ']' if each.extras else ''}{each.specifier}"
-        for each in taken
-    ]
+    for each in taken:
+        each.marker = None
+    return list(map(str, taken))
 
 
 def _stays(replicas: tuple[int, int]) -> flyte.ReusePolicy:
@@ -121,30 +120,15 @@ def _stays(replicas: tuple[int, int]) -> flyte.ReusePolicy:
     return flyte.ReusePolicy(replicas=replicas, concurrency=1, idle_ttl=300, scaledown_ttl=120, scope="run")
 
 
-IMAGE = image_with(ALWAYS)
-
 rollout_environment = flyte.TaskEnvironment(
-    "podium_rollout",
-    image=IMAGE,
-    resources=flyte.Resources(cpu=4, memory="16Gi", gpu=1),
-    reusable=_stays((1, 4)),
-    description="Writes rollouts: an engine on a GPU, warm between steps.",
+    "podium_rollout", description="Writes rollouts: an engine on a GPU, warm between steps."
 )
 reward_environment = flyte.TaskEnvironment(
-    "podium_reward",
-    image=IMAGE,
-    resources=flyte.Resources(cpu=2, memory="4Gi"),
-    description="Scores one group a task.",
+    "podium_reward", resources=flyte.Resources(cpu=2, memory="4Gi"), description="Scores one group a task."
 )
-trainer_environment = flyte.TaskEnvironment(
-    "podium_trainer",
-    image=IMAGE,
-    resources=flyte.Resources(cpu=4, memory="32Gi", gpu=1),
-    description="One optimizer step a task.",
-)
+trainer_environment = flyte.TaskEnvironment("podium_trainer", description="One optimizer step a task.")
 driver_environment = flyte.TaskEnvironment(
     "podium_driver",
-    image=IMAGE,
     resources=flyte.Resources(cpu=2, memory="8Gi"),
     depends_on=[rollout_environment, reward_environment, trainer_environment],
     description="Runs the training loop; holds no weights.",

@@ -54,7 +54,7 @@ def place(driving: Driving, settings: Settings, folder: RunFolder, step: int | N
     scoring = job.scoring.build(elsewhere=partial(score_by_task, sender))
     check_scoring(scoring, data.sources)
     check_retirement(settings, scoring, data.train)
-    start = asyncio.run(sender.send_to_trainer(tasks.open_trainer))
+    start = asyncio.run(sender.send_to_trainer(tasks.open_trainer, step=0, version=0, state=Dir.empty()))
     memory = start.reply.memory
     assert memory is not None
     check_space(settings, folder, memory, step)
@@ -290,7 +290,7 @@ class RemoteTrainer:
         restored, step = self._restored, self._sender.step
         state = await stored(f"state-{step:06d}", lambda folder: save_file(restored, folder / TENSORS))
         self._now = await self._sender.send_to_trainer(
-            tasks.describe_state, step=step, version=self._version, state=state
+            tasks.open_trainer, step=step, version=self._version, state=state
         )
         self._restored = None
         await self._forget()

@@ -14,11 +14,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import save_file
 
-import podium.errors
 from podium.engine.build import make_engine
 from podium.errors import EngineError, PodiumError
 from podium.model.device_thread import on_device_thread, set_random_state
@@ -33,6 +32,7 @@ from podium.rollout.build import make_rollout_for
 from podium.run.checkpoint import TENSORS, read_tensors
 from podium.runtime import on_flyte as where
 from podium.runtime.on_flyte import Dir, errors, flyte, storage
+from podium.runtime.ranks.launch import error_called
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import HostedTrainer
 from podium.settings.tables import Settings
@@ -40,10 +40,9 @@ from podium.sync import check_parity
 from podium.sync.build import rounding
 from podium.trainer.build import check_trainer
 
+T = TypeVar("T")
 BATCHES = "batches.bin"
 """Batches are a file: Flyte would pickle bytes that are passed to a task."""
-_held: dict[str, tuple[str, Any]] = {}
-"""By kind: the job it was made for, and the object. One of each kind: a container works for one run."""
 _bases: dict[str, str] = {}
 """Base models that were fetched: from where they are stored to their folder on this machine."""
 
@@ -79,6 +78,8 @@ class Reply:
 Sent = tuple[str, Dir, Dir]
 """A `Reply` as JSON; the trainer's state (weights, optimizer and random states, in the file that a checkpoint has); and
 its weights, published for engines."""
+_held: dict[Callable[[Job], Any], tuple[str, Any]] = {}
+"""By what made it: the job it was made for, and the object. One of each kind: a container works for one run."""
 
 
 @contextmanager
@@ -93,10 +94,9 @@ def final_if_named() -> Iterator[None]:
 
 def as_podium_error(error: errors.BaseRuntimeError, task: str) -> PodiumError:
     """The reverse of `final_if_named`, for who sent the task."""
-    kind = getattr(podium.errors, error.code, None)
-    if isinstance(kind, type) and issubclass(kind, PodiumError):
-        return kind(str(error))
-    return EngineError(f"the task {task} failed for good: {error.code}: {error}; LOG_LEVEL=error shows what Flyte says")
+    return error_called(error.code, str(error)) or EngineError(
+        f"the task {task} failed for good: {error.code}: {error}; LOG_LEVEL=error shows what Flyte says"
+    )
 
 
 @where.rollout_environment.task(**where.IN_PODIUM)
@@ -104,8 +104,7 @@ async def write_rollouts(
     job: str, base: Dir, step: int, purpose: str, prompts: str, version: int, weights: Dir, probe_logprobs: list[float]
 ) -> str:
     """Groups of rollouts by the weights of `version`."""
-    with final_if_named():
-        writer: Writer = await held(Writer, job, base)
+    async with held(Writer, job, base) as writer:
         groups = await writer.write(from_json(list[Prompt], prompts), purpose, version, weights, probe_logprobs)
         return to_json(groups, list[Group])
 
@@ -113,43 +112,32 @@ async def write_rollouts(
 @where.reward_environment.task(**where.IN_PODIUM)
 async def score_group(job: str, step: int, group: str) -> str:
     """One group with its rewards."""
-    with final_if_named():
-        judge: Judge = await held(Judge, job, Dir.empty())
-        return to_json(await judge.scoring.score(from_json(Group, group)))
+    async with held(scoring_of, job, Dir.empty()) as scoring:
+        return to_json(await scoring.score(from_json(Group, group)))
 
 
 @where.trainer_environment.task(**where.IN_PODIUM)
-async def open_trainer(job: str, base: Dir) -> Sent:
-    """The trainer at the start of the run."""
-    with final_if_named():
+async def open_trainer(job: str, base: Dir, step: int, version: int, state: Dir) -> Sent:
+    """The trainer at the start of the run; with a `state`, as it was restored."""
+    if state.is_empty:
         release(Learner)  # of a warm container whose driver was lost
-        learner: Learner = await held(Learner, job, base)
-        return await learner.begin()
+    async with held(Learner, job, base) as learner:
+        return await learner.begin(state, step, version)
 
 
 @where.trainer_environment.task(**where.IN_PODIUM)
 async def train_step(job: str, base: Dir, step: int, version: int, state: Dir, batches: Dir) -> Sent:
     """One optimizer step from `state`; its update makes `version`."""
-    with final_if_named():
-        learner: Learner = await held(Learner, job, base)
+    async with held(Learner, job, base) as learner:
         async with fetched(batches) as folder:
             given = decode(list[Batch], (folder / BATCHES).read_bytes())
         return await learner.step(state, given, step, version)
 
 
 @where.trainer_environment.task(**where.IN_PODIUM)
-async def describe_state(job: str, base: Dir, step: int, version: int, state: Dir) -> Sent:
-    """The published weights of a state that was restored."""
-    with final_if_named():
-        learner: Learner = await held(Learner, job, base)
-        return await learner.describe(state, step, version)
-
-
-@where.trainer_environment.task(**where.IN_PODIUM)
 async def save_model(job: str, base: Dir, step: int, state: Dir) -> Dir:
     """The trained model: an adapter folder or a model folder."""
-    with final_if_named():
-        learner: Learner = await held(Learner, job, base)
+    async with held(Learner, job, base) as learner:
         return await learner.save(state)
 
 
@@ -162,22 +150,24 @@ async def fetch_model(name: str) -> Dir:
     return await Dir.from_local(folder)
 
 
-async def held(kind: type[Any], text: str, base: Dir) -> Any:
+@asynccontextmanager
+async def held(make: Callable[[Job], T], text: str, base: Dir) -> AsyncIterator[T]:
     """This container's engine, trainer or rewards for the job; the same one for every task of the run."""
-    owner, thing = _held.get(kind.__name__, ("", None))
-    if owner != text:
-        release(kind)
-        job = from_json(Job, text)
-        thing = kind(replace(job, settings=await with_base(job.settings, base)))
-        _held[kind.__name__] = (text, thing)
-    return thing
+    with final_if_named():
+        owner, _ = _held.get(make, ("", None))
+        if owner != text:
+            release(make)
+            job = from_json(Job, text)
+            _held[make] = (text, make(replace(job, settings=await with_base(job.settings, base))))
+        yield _held[make][1]
 
 
-def release(*kinds: type[Any]) -> None:
-    """Ends what is held. In local mode the driver is this container, and a run calls this at its end."""
-    for kind in kinds or (Writer, Learner, Judge):
-        _, thing = _held.pop(kind.__name__, ("", None))
-        if thing is not None:
+def release(*makers: Callable[[Job], Any]) -> None:
+    """Ends what is held, or only what these made. In local mode the driver is this container, and a run calls this at
+    its end."""
+    for make in makers or list(_held):
+        _, thing = _held.pop(make, ("", None))
+        if hasattr(thing, "close"):
             thing.close()
 
 
@@ -279,41 +269,35 @@ class _Published:
         return await on_device_thread(difference, weights.items(), held, scale)
 
 
-class Learner:
+class Learner(HostedTrainer):
     """In a trainer container: the trainer, which holds one state at a time."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
         check_trainer(job.settings)
-        self._host = HostedTrainer(job.settings)
-        self._base_digest = self._host.policy.base_digest()
-        self._host.plan_memory(job.longest_prompt)
-        self._host.build(job.steps)
-        self._host.load_start()
-        self._trainer = self._host.trainer
+        super().__init__(job.settings)
+        self.build(job.steps, job.longest_prompt)
+        self.load_start()
+        self._probe = job.probe
         self._state: str | None = None
         """Where the state that it holds is stored; None while a step changes it."""
         self._tensors: dict[str, Any] = {}
 
-    async def begin(self) -> Sent:
-        """As the run starts."""
-        return await self._described(0, 0, None, memory=self._host.memory, base_digest=self._base_digest)
-
-    async def describe(self, state: Dir, step: int, version: int) -> Sent:
-        """Of a restored state."""
-        await self._hold(state)
-        return await self._described(step, version, state)
+    async def begin(self, state: Dir, step: int, version: int) -> Sent:
+        """As the run starts, or as restored from `state`."""
+        if not state.is_empty:
+            await self._hold(state)
+        return await self._described(step, version, state, memory=self.memory, base_digest=self.base_digest)
 
     async def step(self, state: Dir, batches: Sequence[Batch], step: int, version: int) -> Sent:
         """`step` and `version` are those that an update makes; from the same state it makes the same one."""
         await self._hold(state)
         self._state = None
-        result = await self._trainer.step(batches)
-        return await self._described(step, version, None, result=result)
+        result = await self.trainer.step(batches)
+        return await self._described(step, version, Dir.empty(), result=result)
 
     async def save(self, state: Dir) -> Dir:
         await self._hold(state)
-        return await stored("model", lambda folder: self._trainer.save_model(str(folder)))
+        return await stored("model", lambda folder: self.trainer.save_model(str(folder)))
 
     async def _hold(self, state: Dir) -> None:
         if self._state == state.path:
@@ -321,29 +305,21 @@ class Learner:
             return
         self._state = None
         self._tensors = await read_state(state)
-        await on_device_thread(self._trainer.load_state, self._tensors)
+        await on_device_thread(self.trainer.load_state, self._tensors)
         self._state = state.path
 
-    async def _described(self, step: int, version: int, state: Dir | None, **facts: Any) -> Sent:
+    async def _described(self, step: int, version: int, state: Dir, **facts: Any) -> Sent:
         """Stores the state, unless it is stored already, and the weights; `facts` are further fields of the reply."""
-        await self._host.check_finite(f"after step {step}")
-        if state is None:
-            self._tensors = await asyncio.to_thread(self._trainer.state)
+        await self.check_finite(f"after step {step}")
+        if state.is_empty:
+            self._tensors = await asyncio.to_thread(self.trainer.state)
             state = await stored(f"state-{step:06d}", lambda folder: save_file(self._tensors, folder / TENSORS))
-        weights = await stored(f"weights-{version:06d}", lambda folder: self._host.publish(folder, version))
-        logprobs = await self._trainer.score(self._job.probe)
+        weights = await stored(f"weights-{version:06d}", lambda folder: self.publish(folder, version))
+        logprobs = await self.trainer.score(self._probe)
         self._state = state.path
         return to_json(Reply(tuple(logprobs), **facts)), state, weights
 
-    def close(self) -> None:
-        """Nothing is held that does not go with the object."""
 
-
-class Judge:
+def scoring_of(job: Job) -> Scoring:
     """In a reward container: the run's rewards."""
-
-    def __init__(self, job: Job) -> None:
-        self.scoring: Scoring = job.scoring.build()
-
-    def close(self) -> None:
-        self.scoring.close()
+    return job.scoring.build()

@@ -18,8 +18,8 @@ import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 import ray
@@ -72,7 +72,7 @@ class RunActor:
         if driver.scratch is not None:
             os.environ["TMPDIR"] = driver.scratch
             tempfile.tempdir = None  # looked up again
-        self._last_ping, self._num_loading = time.monotonic(), 0
+        self._last_ping, self._is_loading = time.monotonic(), False
         if driver.linger_s is not None:
             threading.Thread(target=self._end_without_driver, args=(driver.linger_s,), daemon=True).start()
         self.open(*map(decode, _declared(type(self).open)[0], arguments))
@@ -82,14 +82,15 @@ class RunActor:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         method = getattr(self, name)
-        kinds, result = _declared(getattr(type(self), name))
+        kinds, result = _declared(method)
         given = map(decode, kinds, arguments)
         is_async = inspect.iscoroutinefunction(method)
         return _to_message(await (method(*given) if is_async else asyncio.to_thread(method, *given)), result)
 
     async def stream(self, name: str, *arguments: Any) -> AsyncIterator[Any]:
-        kinds, item = _declared(getattr(type(self), name))
-        async with aclosing(getattr(self, name)(*map(decode, kinds, arguments))) as found:
+        method = getattr(self, name)
+        kinds, item = _declared(method)
+        async with aclosing(method(*map(decode, kinds, arguments))) as found:
             async for each in found:
                 yield _to_message(each, item)
 
@@ -103,18 +104,17 @@ class RunActor:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """An actor that is loading does not end, however long loading takes."""
-        self._num_loading += 1
+        self._is_loading = True
         try:
             yield
         finally:
-            self._num_loading -= 1
-            self._last_ping = time.monotonic()
+            self._is_loading, self._last_ping = False, time.monotonic()
 
     def about(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": os.uname().nodename}
 
     def _end_without_driver(self, limit_s: float) -> None:
-        while self._num_loading or time.monotonic() - self._last_ping < limit_s:
+        while self._is_loading or time.monotonic() - self._last_ping < limit_s:
             time.sleep(LOOK_S)
         with suppress(Exception):  # the cluster may be gone
             if (group := get_current_placement_group()) is not None:  # an actor outside the reserved places has none
@@ -122,154 +122,41 @@ class RunActor:
         os._exit(0)
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call under way: `await` it, or ask for its `result`. As an argument of another call, its result travels through
-    the object store without passing the driver."""
-
-    ref: Any
-    kind: Any
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        content = yield from self.ref.__await__()
-        return decode(self.kind, content)
-
-    def result(self, limit_s: float) -> Any:
-        return decode(self.kind, ray.get(self.ref, timeout=limit_s))
-
-
-@dataclass
+@dataclass(eq=False)
 class Handle:
-    """The driver's end of an actor of class `cls`."""
+    """The driver's end of an actor: calls to it, and what a pool asks of a worker besides its work (remote/pool.py). A
+    subclass says of which class the actor is."""
 
+    kind: ClassVar[type]
+    lost: ClassVar[type[PodiumError]] = EngineError
+    """Raised where the actor is gone, or fails with an error that is not Podium's."""
     actor: Any
-    cls: type
-    has_ended: bool = False
+    name: str = "it"
+    """In messages."""
+    about: Any = None
+    """What the actor reported once it had started."""
+    pid: int | None = None
 
-    def call(self, name: str, *arguments: Any) -> Call:
-        kinds, result = _declared(getattr(self.cls, name))
-        return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result)
+    def note(self, about: Mapping[str, Any]) -> None:
+        self.about, self.pid = about, about["pid"]
+
+    def call(self, name: str, *arguments: Any) -> "Call":
+        kinds, result = _declared(getattr(self.kind, name))
+        return Call(self.actor.call.remote(name, *_messages(kinds, arguments)), result, self)
 
     async def stream(self, name: str, *arguments: Any) -> AsyncGenerator[Any]:
         """The items of an iterator, each as soon as it is there; closing this one cancels the call."""
-        kinds, item = _declared(getattr(self.cls, name))
+        kinds, item = _declared(getattr(self.kind, name))
         coming = self.actor.stream.options(num_returns="streaming").remote(name, *_messages(kinds, arguments))
         is_over = False
         try:
-            async for ref in coming:
-                yield decode(item, await ref)
+            with failures_named(self.name, self.lost):
+                async for ref in coming:
+                    yield decode(item, await ref)
             is_over = True
         finally:
             if not is_over:
                 ray.cancel(coming)
-
-    def end(self, pid: int | None = None) -> None:
-        """Kills the actor. Ray gives a frozen process some seconds; on this machine `pid` is killed after one."""
-        self.has_ended = True
-        with suppress(Exception):  # the actor or the whole cluster is gone already
-            ray.kill(self.actor)
-        if pid is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                for _ in range(MOMENTS):
-                    time.sleep(MOMENT_S)
-                    os.kill(pid, 0)
-                os.kill(pid, signal.SIGKILL)
-
-
-@dataclass
-class ActorGroup:
-    """Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one.
-    `name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
-
-    cluster: Cluster
-    name: str
-    cls: type
-    arguments: tuple[Any, ...]
-    cpus: float
-    gpus: float
-    count: int
-    """Places that are reserved, for the first replicas."""
-    can_return: bool
-    """Whether a later driver may find them."""
-    ready: list[tuple[Handle, dict[str, Any]]] = field(default_factory=list)
-    """Started and not yet taken, with what they reported."""
-    started: list[Handle] = field(default_factory=list)
-    """All that were started, in that order, including dead ones."""
-
-    def __post_init__(self) -> None:
-        resources = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-        self.places = self.cluster.reserve(self.name, [resources] * self.count, self.can_return)
-
-    def start(self, number: int, *more: Any) -> Handle:
-        """A new actor for replica `number`, from 1; beyond the reserved places Ray puts it where there is room."""
-        asked: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
-        if number <= self.count:
-            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.places)
-        driver = self.cluster.driver
-        if not self.can_return:
-            driver = replace(driver, linger_s=None)  # Ray ends it with the driver
-        elif not self.cluster.is_own:
-            name = f"{self.name}-{number}-{secrets.token_hex(4)}"
-            asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
-        kinds, _ = _declared(self.cls.open)  # type: ignore[attr-defined]
-        given = _messages((DriverContext, *kinds), (driver, *self.arguments, *more))
-        handle = Handle(ray.remote(self.cls).options(**asked).remote(*given), self.cls)
-        self.started.append(handle)
-        return handle
-
-    def adopt(self, given: Mapping[str, Any] | None) -> None:
-        """Takes over the actors of a former driver of this run that hold what was `given`, and ends the others."""
-        listed: Any = list_named_actors(all_namespaces=True)
-        ours = sorted(each["name"] for each in listed if each["namespace"] == self.cluster.namespace)
-        found = []
-        for name in (name for name in ours if name.startswith(f"{self.name}-")):
-            with suppress(ValueError):  # gone since
-                found.append(Handle(ray.get_actor(name, namespace=self.cluster.namespace), self.cls))
-        self.started += found
-        calls = [actor.call("start") for actor in found]
-        if calls:
-            ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=RETURN_S)
-        for actor, call in zip(found, calls, strict=True):
-            about: Any = None
-            with suppress(PodiumError), named(self.name):
-                about = call.result(0.0)
-            if about is not None and about.get("given") == given and len(self.ready) < self.count:
-                self.ready.append((actor, about))
-            else:
-                actor.end()
-
-    async def take(self, name: str) -> tuple[Handle, dict[str, Any]]:
-        """An actor that is ready, or a new one once it has started. `name` is a member's: rollout-2.3 is the third
-        member of replica 2."""
-        if self.ready:
-            return self.ready.pop(0)
-        actor = self.start(int(name.partition(".")[0].rpartition("-")[2]))
-        try:
-            with named(name):
-                return actor, await actor.call("start")
-        except BaseException:
-            actor.end()
-            raise
-
-    def close(self) -> None:
-        """Ends them all, the last one first."""
-        for actor in reversed(self.started):
-            actor.end()
-        self.started.clear()
-
-
-class ActorWorker:
-    """The driver's end of an actor: what a pool asks of a worker besides its work (remote/pool.py)."""
-
-    def __init__(self, name: str, actor: Handle, about: Mapping[str, Any]) -> None:
-        self.name, self.actor = name, actor
-        self.pid: int | None = about["pid"]
-        self._is_here = about["node"] == os.uname().nodename
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The actor's answer; errors contain the worker's name."""
-        with named(self.name):
-            return await self.actor.call(method, *arguments)
 
     async def ping(self) -> None:
         await self.call("ping")
@@ -283,12 +170,126 @@ class ActorWorker:
         return "it left"
 
     async def end(self) -> None:
-        await asyncio.to_thread(self.actor.end, self.pid if self._is_here else None)
+        await asyncio.to_thread(self._kill_surely)
+
+    def kill(self) -> None:
+        with suppress(Exception):  # the actor or the whole cluster is gone already
+            ray.kill(self.actor)
+
+    def _kill_surely(self) -> None:
+        """Ray gives a frozen process some seconds; one on this machine is killed after one."""
+        self.kill()
+        if self.pid is not None and self.about["node"] == os.uname().nodename:
+            with suppress(ProcessLookupError, PermissionError):
+                for _ in range(MOMENTS):
+                    time.sleep(MOMENT_S)
+                    os.kill(self.pid, 0)
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call under way: `await` it, or ask for its `result`. As an argument of another call, its result travels through
+    the object store without passing the driver."""
+
+    ref: Any
+    kind: Any
+    handle: Handle
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        with failures_named(self.handle.name, self.handle.lost):
+            content = yield from self.ref.__await__()
+        return decode(self.kind, content)
+
+    def result(self, limit_s: float) -> Any:
+        with failures_named(self.handle.name, self.handle.lost):
+            content = ray.get(self.ref, timeout=limit_s)
+        return decode(self.kind, content)
+
+
+@dataclass(eq=False)
+class ActorGroup:
+    """Actors of one kind: started before the run, found again by a later driver, or started to replace a lost one.
+    `name` also names the replicas in a pool: "rollout" for rollout-1, rollout-2, …"""
+
+    cluster: Cluster
+    cpus: float
+    name: str
+    handle: type[Handle]
+    arguments: tuple[Any, ...]
+    gpus: float
+    count: int
+    """Places that are reserved, for the first replicas."""
+    can_return: bool
+    """Whether a later driver may find them."""
+    ready: list[Handle] = field(default_factory=list)
+    """Started and not yet taken."""
+    started: list[Handle] = field(default_factory=list)
+    """All that were started, in that order, including dead ones."""
+
+    def __post_init__(self) -> None:
+        resources = {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+        self.places = self.cluster.reserve(self.name, [resources] * self.count, self.can_return)
+
+    def start(self, number: int) -> Handle:
+        """A new actor for replica `number`, from 1; beyond the reserved places Ray puts it where there is room."""
+        asked: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus}
+        if number <= self.count:
+            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.places)
+        driver = self.cluster.driver
+        if not self.can_return:
+            driver = replace(driver, linger_s=None)  # Ray ends it with the driver
+        elif not self.cluster.is_own:
+            name = f"{self.name}-{number}-{secrets.token_hex(4)}"
+            asked |= {"name": name, "namespace": self.cluster.namespace, "lifetime": "detached"}
+        kind: Any = self.handle.kind
+        given = _messages((DriverContext, *_declared(kind.open)[0]), (driver, *self.arguments))
+        self.started.append(self.handle(ray.remote(kind).options(**asked).remote(*given)))
+        return self.started[-1]
+
+    def adopt(self, given: Mapping[str, Any] | None) -> None:
+        """Takes over the actors of a former driver of this run that hold what was `given`, and ends the others."""
+        namespace, found = self.cluster.namespace, list[Handle]()
+        listed: Any = list_named_actors(all_namespaces=True)
+        for name in sorted(each["name"] for each in listed if each["namespace"] == namespace):
+            with suppress(ValueError):  # gone since
+                if name.startswith(f"{self.name}-"):
+                    found.append(self.handle(ray.get_actor(name, namespace=namespace)))
+        self.started += found
+        calls = [actor.call("start") for actor in found]
+        if calls:
+            ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=RETURN_S)
+        for actor, call in zip(found, calls, strict=True):
+            with suppress(PodiumError):
+                actor.note(call.result(0.0))
+            if actor.about is not None and actor.about.get("given") == given and len(self.ready) < self.count:
+                self.ready.append(actor)
+            else:
+                actor.kill()
+
+    async def take(self, name: str) -> Handle:
+        """An actor that is ready, or a new one once it has started, for the member of that name: rollout-2.3 is the
+        third member of replica 2."""
+        actor = self.ready.pop(0) if self.ready else self.start(int(name.partition(".")[0].rpartition("-")[2]))
+        actor.name = name
+        try:
+            if actor.about is None:
+                actor.note(await actor.call("start"))
+        except BaseException:
+            actor.kill()
+            raise
+        return actor
+
+    def close(self) -> None:
+        """Ends them all, the last one first."""
+        for actor in reversed(self.started):
+            actor.kill()
+        self.started.clear()
 
 
 @contextmanager
-def named(who: str, lost: type[PodiumError] = EngineError) -> Iterator[None]:
-    """Turns Ray's errors into Podium's; `lost` is raised where the actor, or what it held, is gone."""
+def failures_named(who: str, lost: type[PodiumError]) -> Iterator[None]:
+    """Turns Ray's errors into Podium's: the one that the actor raised, or `lost`."""
     try:
         yield
     except (RayTaskError, RayActorError) as error:
@@ -318,7 +319,7 @@ def _first_line(error: BaseException | None) -> str:
 def results(calls: Mapping[str, Call], limit_s: float) -> dict[str, Any]:
     """What each call returned, by name; if some failed, one error that lists all of them."""
     ray.wait([call.ref for call in calls.values()], num_returns=len(calls), timeout=limit_s)
-    attempts = {name: lambda call=call: call.result(0.0) for name, call in calls.items()}
+    attempts = {name: partial(call.result, 0.0) for name, call in calls.items()}
     return all_of(attempts, "workers could not be made ready")
 
 
@@ -330,7 +331,7 @@ def all_of(attempts: Mapping[str, Callable[[], Any]], problem: str) -> dict[str,
     by_text: dict[str, list[str]] = {}
     for name, attempt in attempts.items():
         try:
-            with named("it", ProvisionError):
+            with failures_named("it", ProvisionError):
                 found[name] = attempt()
         except PodiumError as error:
             errors.append(error)

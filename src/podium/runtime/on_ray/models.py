@@ -13,14 +13,14 @@ import asyncio
 import os
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ray.util import get_node_ip_address
 
 from podium.engine.pool import PoolFolder
@@ -40,15 +40,14 @@ from podium.records import Answer, Batch, Request, UpdateResult
 from podium.remote.engine_pool import CLOSE_S, DEFAULT_CONCURRENCY, EnginePool, Weights
 from podium.remote.pool import OnEvent, Rules
 from podium.remote.rollouts import Batching
-from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, Call, Handle, RunActor, named
-from podium.runtime.ranks.launch import START_LIMIT
-from podium.runtime.ranks.line import follow, join
+from podium.runtime.on_ray.actors import ActorGroup, Call, Handle, RunActor
+from podium.runtime.ranks import follow, join
+from podium.runtime.ranks.launch import meet
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.trainer import ANSWER_S, FrozenReference, HostedTrainer
 from podium.server.door import Refusal
 from podium.server.serve import load_engine, make_served
 from podium.settings.tables import Settings
-from podium.stages import OnTokens
 from podium.sync import Delivery
 from podium.sync.nccl import free_port
 from podium.trainer.build import check_trainer
@@ -77,7 +76,6 @@ class RolloutActor(RunActor):
         policy, engine = self._served.policy, self._served.engine
         return self.about() | {
             "given": self._given,
-            "vocabulary": policy.vocabulary,
             "tokenizer": tokenizer_fingerprint(policy.tokenizer),
             "dtype": engine.traits.dtype,
             "keeps_order": engine.traits.keeps_order,
@@ -100,12 +98,12 @@ class RolloutActor(RunActor):
         with _refusals_named():
             return (await self._served.held())["held"]
 
-    async def load(self, crate: PackedFolder, version: int, in_flight: bool) -> tuple[int, str]:
+    async def load(self, crate: PackedFolder, version: int) -> tuple[int, str]:
         """The version that it holds now, and the hash of its weights."""
         folder = await asyncio.to_thread(unpack_published, crate, self._folder.weights)
         try:
             with _refusals_named():
-                sha256 = await self._served.reload(folder.name, version, in_flight, None)
+                sha256 = await self._served.reload(folder.name, version, self._given["in_flight"], None)
         finally:
             await asyncio.to_thread(remove_published, folder)
         return self._served.version, sha256
@@ -129,34 +127,25 @@ class Shipment:
     """What a worker must confirm."""
 
 
-class RolloutWorker(ActorWorker):
-    """A worker of the pool, and its own engine."""
+@dataclass(eq=False)
+class RolloutWorker(Handle):
+    """A worker of the pool, and its own engine. Each answer comes as soon as it is whole."""
 
-    def __init__(self, name: str, actor: Handle, about: Mapping[str, Any], in_flight: bool) -> None:
-        super().__init__(name, actor, about)
-        self.engine = self
-        self.policy_version: int | None = None
-        self._in_flight, self._batching = in_flight, Batching(self._ask)
+    kind = RolloutActor
+    policy_version: int | None = None
 
-    async def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Answer:
-        return await self._batching.generate(request, on_tokens)
-
-    async def _ask(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Answer]]:
-        """Answers come through the object store, each as soon as it is whole; closing the iterator cancels the rest."""
-        with named(self.name):
-            async with aclosing(self.actor.stream("generate", requests)) as answers:
-                async for answer in answers:
-                    yield answer
+    def __post_init__(self) -> None:
+        self.engine, self.generate = self, Batching(partial(self.stream, "generate")).generate
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self.call("score", list(token_ids))
+        return await self.call("score", token_ids)
 
     async def held(self) -> Held | None:
         return await self.call("held")
 
     async def load(self, shipment: Shipment, version: int) -> None:
         """Confirmed by version and hash."""
-        held, sha256 = await self.call("load", shipment.crate, version, self._in_flight)
+        held, sha256 = await self.call("load", shipment.crate, version)
         if sha256 != shipment.sha256:
             raise WeightsError(f"{self.name} confirmed other weights than version {version}")
         self.policy_version = held
@@ -165,22 +154,16 @@ class RolloutWorker(ActorWorker):
 class RolloutWorkers(EnginePool):
     """All rollout workers as one engine (remote/engine_pool.py)."""
 
-    policy_version: int | None
-
-    def __init__(
-        self, settings: Settings, actors: ActorGroup, rules: Rules, began: Callable[[], None], on_event: OnEvent
-    ) -> None:
-        """`began` is called when the run begins, at its first push."""
-        self._actors, self._began, self._in_flight = actors, began, settings.run.in_flight
+    def __init__(self, settings: Settings, actors: ActorGroup, rules: Rules, on_event: OnEvent) -> None:
+        self._actors = actors
         rules = replace(rules, name=actors.name, kind="rollout workers", error=EngineError)
         plan, stalled_s = settings.plan, settings.runtime.options["stalled_s"]
         share = -(-plan.prompts_ahead // rules.replicas[1])  # a worker's prompts of those that are written at a time
         concurrency = max(DEFAULT_CONCURRENCY, share * plan.rollouts_per_prompt)
-        reports = [report for _, report in actors.ready]
         traits = replace(
             type(self).traits,
-            dtype="bfloat16" if any(report["dtype"] == "bfloat16" for report in reports) else "float32",
-            keeps_order=all(report["keeps_order"] for report in reports),
+            dtype="bfloat16" if any(actor.about["dtype"] == "bfloat16" for actor in actors.ready) else "float32",
+            keeps_order=all(actor.about["keeps_order"] for actor in actors.ready),
         )
         super().__init__(rules, traits, concurrency, stalled_s, on_event, share)
 
@@ -188,21 +171,11 @@ class RolloutWorkers(EnginePool):
         await self._thread.call(self._push(Weights(shipment, version)))
         self.policy_version = version
 
-    async def load_weights(self, weights: Iterable[Any], version: int) -> None:
-        raise AssertionError("the trainer's actor gives its weights away as a crate")
-
-    async def load_folder(self, folder: Path, version: int) -> None:
-        raise AssertionError("workers see no folder of the driver's")
-
     def close(self) -> None:
         self._thread.finish(self._pool.close(), CLOSE_S)
 
     def _start(self) -> None:
-        self._began()
-        self._pool.start(self._launch)
-
-    async def _launch(self, name: str) -> RolloutWorker:
-        return RolloutWorker(name, *await self._actors.take(name), self._in_flight)
+        self._pool.start(self._actors.take)
 
 
 @dataclass(frozen=True)
@@ -210,21 +183,16 @@ class RemotePolicy:
     """What the driver knows of the policy, whose weights are in the trainer's actor."""
 
     tokenizer: Any
-    """In the driver its own tokenizer; on the way to the driver the fingerprint of the actor's."""
     stop_ids: tuple[int, ...]
     max_context_tokens: int
     vocabulary: int
-    base_digest: str | None
-    """Of the weights under the adapter; None for full weights, and of ranks other than 0, which are compared to it."""
-    pid: int
-    node: str
 
 
-class TrainerActor(RunActor):
-    _host: HostedTrainer
+class TrainerActor(RunActor, HostedTrainer):
+    """The trainer of one rank. The driver calls rank 0."""
 
-    def open(self, settings: Settings, ranks: int, rank: int) -> None:
-        self._settings, self._rank, self._ranks = settings, rank, ranks
+    def open(self, settings: Settings, ranks: int) -> None:
+        self.settings, self._ranks = settings, ranks
         self._crate: PackedFolder | None = None
         """Published weights that nobody has fetched yet."""
 
@@ -232,53 +200,46 @@ class TrainerActor(RunActor):
         """Address and port on the machine of rank 0 where the ranks meet."""
         return get_node_ip_address(), free_port(get_node_ip_address())
 
-    def load(self, meet_at: tuple[str, int] | None = None) -> RemotePolicy:
+    def start(self, rank: int, meet_at: tuple[str, int] | None) -> dict[str, Any]:
+        """Loads; then says what the driver needs to know of the policy."""
         if meet_at is not None:
-            self._join(*meet_at)
-        check_trainer(self._settings)
-        self._host = HostedTrainer(self._settings)
-        policy = self._host.policy
-        return RemotePolicy(
-            tokenizer=tokenizer_fingerprint(policy.tokenizer),
-            stop_ids=policy.stop_ids,
-            max_context_tokens=policy.max_context_tokens,
-            vocabulary=policy.vocabulary,
-            base_digest=policy.base_digest() if self._rank == 0 else None,
-            **self.about(),
-        )
+            address, port = meet_at
+            ranks = {"RANK": rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
+            os.environ |= {key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": address}
+            meet()
+        check_trainer(self.settings)
+        HostedTrainer.__init__(self, self.settings)
+        return self.about() | {
+            "tokenizer": tokenizer_fingerprint(self.policy.tokenizer),
+            "stop_ids": list(self.policy.stop_ids),
+            "max_context_tokens": self.policy.max_context_tokens,
+            "vocabulary": self.policy.vocabulary,
+        }
 
-    def build(self, steps: int, longest_prompt: int) -> MemoryPlan:
-        """`steps` of the whole run; `longest_prompt` of its data, in tokens."""
-        memory = self._host.plan_memory(longest_prompt)
-        self._host.build(steps, join() if self._ranks > 1 else None)  # every rank joins at this point
-        return memory
+    def prepare(self, steps: int, longest_prompt: int) -> tuple[MemoryPlan, str | None]:
+        """The memory plan and the digest of the base weights. `steps` of the whole run; `longest_prompt` in tokens."""
+        self.build(steps, longest_prompt, join() if self._ranks > 1 else None)  # every rank joins at this point
+        return self.memory, self.base_digest
 
     def follow(self) -> None:
         """What every rank but 0 does from then on. A rank that fails ends its process, so that the others notice."""
         try:
-            follow(join(), self._host.trainer, None)
+            follow(join(), self.trainer, None)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
     async def step(self, batches: list[Batch]) -> UpdateResult:
-        return await self._host.trainer.step(batches)
+        return await self.trainer.step(batches)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        return await self._host.trainer.score(token_ids)
+        return await self.trainer.score(token_ids)
 
-    async def difference(self, held: Held) -> str | None:
-        return await self._host.difference(held)
-
-    async def publish(self, version: int) -> str:
-        """The hash of the weights, which `crate` then gives away. Weights that are not finite are not published."""
-
-        def pack() -> PackedFolder:
-            with tempfile.TemporaryDirectory(prefix="podium-weights-") as root:
-                return pack_published(self._host.publish(Path(root), version))
-
-        await self._host.check_finite(f"before the push of policy version {version}")
-        self._crate = await asyncio.to_thread(pack)
+    async def pack(self, version: int) -> str:
+        """The hash of the published weights, which `crate` then gives away. They must be finite."""
+        await self.check_finite(f"before the push of policy version {version}")
+        with tempfile.TemporaryDirectory(prefix="podium-weights-") as root:
+            self._crate = pack_published(await asyncio.to_thread(self.publish, Path(root), version))
         return self._crate.sha256
 
     def crate(self) -> PackedFolder:
@@ -288,111 +249,83 @@ class TrainerActor(RunActor):
         return crate
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._host.trainer.state()
+        return self.trainer.state()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._host.trainer.load_state(tensors)
-
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._host.trainer.load_weights(tensors)
-
-    def load_start(self) -> None:
-        self._host.load_start()
+        self.trainer.load_state(tensors)
 
     def save_model(self) -> Files:
         with tempfile.TemporaryDirectory(prefix="podium-model-") as folder:
-            self._host.trainer.save_model(folder)
+            self.trainer.save_model(folder)
             return read_files(Path(folder))
 
-    def _join(self, address: str, port: int) -> None:
-        ranks = {"RANK": self._rank, "WORLD_SIZE": self._ranks, "LOCAL_RANK": 0, "MASTER_PORT": port}
-        os.environ |= {key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": address}
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=START_LIMIT)
 
+@dataclass(eq=False)
+class RemoteTrainer(Handle):
+    """The driver's end of the trainer's actor: the trainer that loop and checkpoint know. It never holds weights."""
 
-class RemoteTrainer:
-    """The driver's end of the trainer's actor: the trainer that the loop and the checkpoint know."""
-
-    def __init__(self, actor: Handle) -> None:
-        self._actor = actor
+    kind, lost = TrainerActor, TrainerLostError
+    name: str = "the trainer's actor"
 
     async def step(self, batches: Sequence[Batch]) -> UpdateResult:
-        return await self._call("step", batches)
+        return await self.call("step", batches)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._call("score", list(token_ids))
+        return await self.call("score", token_ids)
 
     async def difference(self, held: Held) -> str | None:
-        return await self._call("difference", held)
+        return await self.call("difference", held)
 
     async def ship(self, version: int) -> Shipment:
         """The weights as they are now; they stay in the object store."""
-        sha256 = await self._call("publish", version)
-        return Shipment(self._actor.call("crate"), sha256)
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        raise AssertionError("weights go to the workers as a crate")
+        sha256 = await self.call("pack", version)
+        return Shipment(self.call("crate"), sha256)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        return self._wait("state")
+        return self.call("state").result(CALL_S)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._wait("load_state", tensors)
-
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._wait("load_weights", tensors)
+        self.call("load_state", tensors).result(CALL_S)
 
     def load_start(self) -> None:
-        self._wait("load_start")
+        self.call("load_start").result(CALL_S)
 
     def save_model(self, folder: str) -> None:
-        write_files(self._wait("save_model"), Path(folder))
-
-    async def _call(self, name: str, *arguments: Any) -> Any:
-        with named("the trainer's actor", TrainerLostError):
-            return await self._actor.call(name, *arguments)
-
-    def _wait(self, name: str, *arguments: Any) -> Any:
-        with named("the trainer's actor", TrainerLostError):
-            return self._actor.call(name, *arguments).result(CALL_S)
+        write_files(self.call("save_model").result(CALL_S), Path(folder))
 
 
 class StoreDelivery(Delivery):
-    """Weights go from the trainer's actor to the workers through the object store."""
+    """Weights go from the trainer's actor to the workers through the object store. The actor, which holds the trainer's
+    weights, checks them before it publishes them, and compares them with what engines show."""
+
+    trainer: Any
+    engine: Any
 
     async def check_weights(self, version: int) -> None:
-        """The actor checks the weights before it publishes them."""
+        """In the trainer's actor."""
 
     async def difference(self, held: Held) -> str | None:
-        """The actor compares, since it holds the trainer's weights."""
-        trainer: Any = self.trainer
-        return await trainer.difference(held)
+        return await self.trainer.difference(held)
 
     async def by_folder(self, root: Path | None, version: int) -> None:
-        trainer: Any = self.trainer
-        engine: Any = self.engine
-        await engine.load_shipment(await trainer.ship(version), version)
+        await self.engine.load_shipment(await self.trainer.ship(version), version)
 
 
-class ReferenceActor(RunActor):
+class ReferenceActor(RunActor, FrozenReference):
     def open(self, model: Mapping[str, Any], precision: str | None, seed: int) -> None:
         self._needs = model, precision, seed
 
-    def load(self) -> dict[str, Any]:
-        self._reference = FrozenReference(*self._needs)
+    def start(self) -> dict[str, Any]:
+        FrozenReference.__init__(self, *self._needs)
         return self.about()
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._reference.logprobs(batch)
 
-
-class RemoteReference:
+@dataclass(eq=False)
+class RemoteReference(Handle):
     """The driver's end of the reference's actor."""
 
-    def __init__(self, actor: Handle) -> None:
-        self._actor = actor
+    kind, lost = ReferenceActor, ReferenceLostError
+    name: str = "the reference's actor"
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        with named("the reference's actor", ReferenceLostError):
-            return self._actor.call("logprobs", batch).result(ANSWER_S)
+        return self.call("logprobs", batch).result(ANSWER_S)

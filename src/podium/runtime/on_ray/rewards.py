@@ -13,7 +13,7 @@ from podium.remote.pool import Limit, Member, OnEvent, Pool, RetriesError, Rules
 from podium.remote.tasks import LoopThread
 from podium.reward.build import ScoringRecipe
 from podium.reward.scoring.stage import Scoring
-from podium.runtime.on_ray.actors import ActorGroup, ActorWorker, RunActor
+from podium.runtime.on_ray.actors import ActorGroup, Handle, RunActor
 
 GROUPS_AT_ONCE = 4
 """Per worker: rewards that wait for a judge or a sandbox do not block other groups."""
@@ -42,6 +42,10 @@ class RewardActor(RunActor):
         return await self._scoring.score(group)
 
 
+class RewardWorker(Handle):
+    kind = RewardActor
+
+
 class RewardActors:
     """A group at which more than `rules.max_redispatches` workers failed is not sent again: its rewards abstain."""
 
@@ -51,10 +55,10 @@ class RewardActors:
         """The reward stage: it asks the actors and starts no process."""
         rules = replace(rules, replicas=(actors.count, actors.count), name=actors.name, kind="reward workers")
 
-        def new_member(name: str, worker: ActorWorker) -> Member[ActorWorker]:
+        def new_member(name: str, worker: RewardWorker) -> Member[RewardWorker]:
             return Member(name, worker, Limit(GROUPS_AT_ONCE))
 
-        self._pool: Pool[Member[ActorWorker]] = Pool(rules, new_member, self._prepare, on_event)
+        self._pool: Pool[Member[RewardWorker]] = Pool(rules, new_member, self._prepare, on_event)
         self._thread = LoopThread()
         self._has_started = False
 
@@ -70,10 +74,10 @@ class RewardActors:
     async def _score(self, group: Group) -> Group:
         if not self._has_started:
             self._has_started = True
-            self._pool.start(self._launch)
+            self._pool.start(self._actors.take)
         ordinal = group.prompt.ordinal
 
-        async def ask(member: Member[ActorWorker]) -> Group:
+        async def ask(member: Member[RewardWorker]) -> Group:
             started = time.monotonic()
             scored = await member.worker.call("score", group)
             seconds = time.monotonic() - started
@@ -86,10 +90,7 @@ class RewardActors:
             reason = f"{len(error.reasons)} reward workers failed at it, the last one: {error.reasons[-1]}"
             return self.scoring.unscored(group, reason)
 
-    async def _launch(self, name: str) -> ActorWorker:
-        return ActorWorker(name, *await self._actors.take(name))
-
-    async def _prepare(self, member: Member[ActorWorker]) -> Mapping[str, Any]:
+    async def _prepare(self, member: Member[RewardWorker]) -> Mapping[str, Any]:
         """The worker finds its rewards; a reward that cannot run there is an error."""
         await member.worker.call("prepare", self._recipe)
         return {}

@@ -5,9 +5,8 @@ driver for a while: a driver that resumes the run finds them with their models l
 """
 
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -22,18 +21,16 @@ from podium.rollout.build import make_rollout_for
 from podium.run.build import check_space
 from podium.run.folder import RunFolder
 from podium.runtime.on_ray import Cluster
-from podium.runtime.on_ray.actors import ActorGroup, all_of, results
+from podium.runtime.on_ray.actors import ActorGroup, Call, Handle, all_of, results
 from podium.runtime.on_ray.models import (
-    ReferenceActor,
     RemotePolicy,
     RemoteReference,
     RemoteTrainer,
-    RolloutActor,
+    RolloutWorker,
     RolloutWorkers,
     StoreDelivery,
-    TrainerActor,
 )
-from podium.runtime.on_ray.rewards import RewardActor, RewardActors
+from podium.runtime.on_ray.rewards import RewardActors, RewardWorker
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.runtime.wiring.trainer import reference_needs, train_step
@@ -44,179 +41,159 @@ PING_S = 1.0
 
 
 def place(settings: Settings, folder: RunFolder, step: int | None) -> Placed:
-    """Starts the actors, and makes of them what the loop needs."""
+    """Starts the actors, and makes of them what the loop needs. At the end of the run they end in reverse order."""
     rows = read_rows(settings)
     reader = load_reader(settings.model)
     data = build_run_data(settings, *rows, reader)
     recipe = scoring_recipe(settings, data.sources)
-    actors = RunActors(fitted(settings, data.longest_prompt), folder)
-    try:
-        policy = actors.start(reader.tokenizer)
-        memory = actors.prepare(data, recipe)
-        trainer, engine, scoring = actors.trainer, actors.engine, actors.rewards.scoring
+
+    def on_event(kind: str, **details: Any) -> None:
+        with suppress(OSError):  # a full disk is reported where a checkpoint is written
+            folder.event(kind, **details)
+
+    with ExitStack() as ends:
+        actors = RunActors(fitted(settings, data.longest_prompt), folder.run_id, ends)
+        returned = actors.start(reader.tokenizer)
+        memory, base_digest = actors.prepare(data, recipe)
+        rewards = RewardActors(actors.rewards, recipe, actors.rules, on_event)
+        ends.callback(rewards.close)
+        scoring = rewards.scoring
         check_scoring(scoring, data.sources)
         check_retirement(settings, scoring, data.train)
         check_space(settings, folder, memory, step)
+        engine: Any = RolloutWorkers(settings, actors.rollouts, actors.rules, on_event)
+        trainer: Any = actors.trainers.ready[0]
+        reference: Any = actors.reference and actors.reference.ready[0]
+        about = trainer.about
+        policy = RemotePolicy(
+            reader.tokenizer, tuple(about["stop_ids"]), about["max_context_tokens"], about["vocabulary"]
+        )
         between = (trainer, engine, policy, data.train.in_order, folder.path, folder.run_id)
+
+        def note_start(*_: Any) -> None:
+            on_event("trainer_started", pid=about["pid"], node=about["node"], ranks=actors.trainers.count)
+            if reference is not None:
+                on_event("reference_started", **reference.about)
+            if returned:
+                on_event("reattached", **returned)
+
         return Placed(
             data=data,
-            tokenizer=policy.tokenizer,
+            tokenizer=reader.tokenizer,
             scoring=scoring,
             rollout=partial(make_rollout_for, settings, engine, policy),
             engine=engine,
             trainer=trainer,
-            train=partial(train_step, trainer, actors.reference, None),
+            train=partial(train_step, trainer, reference, None),
             sync=build_sync(settings, build_delivery(settings, *between, StoreDelivery)),
             memory=memory,
-            base_digest=policy.base_digest,
+            base_digest=base_digest,
             begin=trainer.load_start,
-            ranks=settings.runtime.options["ranks"],
-            end=actors.close,
+            restored=note_start,
+            end=ends.pop_all().close,
         )
-    except BaseException:
-        actors.close()
-        raise
 
 
 class RunActors:
-    """After `start` and `prepare`, `trainer`, `reference`, `engine` and `rewards` are what the loop needs."""
+    """The actors by kind, each with its place; `ends` closes them, and the cluster after them."""
 
-    trainer: RemoteTrainer
-    reference: RemoteReference | None = None
-    engine: RolloutWorkers
-    rewards: RewardActors
-
-    def __init__(self, settings: Settings, folder: RunFolder) -> None:
-        self._settings, self._folder, self._options = settings, folder, settings.runtime.options
-        options, workers = self._options, self._options["rollout_workers"]
-        limits = {name: options[name] for name in ("max_restarts", "start_s", "recovery_s", "frozen_s")}
-        replicas = workers if isinstance(workers, tuple) else (workers, workers)
-        self._rules = Rules(replicas, floor=1, **limits)
-        """Of both pools; `replicas` counts rollout workers."""
-        references = int(reference_needs(settings) is not None)
-        num_actors = replicas[1] + options["reward_workers"] + options["ranks"] + references
-        num_cpus = options["cpus_per_worker"] * num_actors
-        self._cluster = Cluster(options["address"], folder.run_id, num_cpus, options["linger_s"])
-        self._kinds: list[ActorGroup] = []
-        self._began: list[tuple[str, Mapping[str, Any]]] = []
-        """Events of the start, written once the run has begun."""
-        self._over = threading.Event()
-        if not self._cluster.is_own:
-            threading.Thread(target=self._ping, daemon=True).start()
-
-    def start(self, tokenizer: Any) -> RemotePolicy:
-        """Starts every actor and waits for all of them; returns what is then known of the policy."""
-        self._reserve()
-        trainers, rollouts, rewards, *references = self._kinds
-        returned: dict[str, int] = {}
-        if not self._cluster.is_own:
-            rollouts.adopt(self._engine_given())
-            rewards.adopt(None)
-            returned = {kind.name: len(kind.ready) for kind in (rollouts, rewards) if kind.ready}
-        for rank in range(trainers.count):
-            trainers.start(1 + rank, rank)
-        meet_at = trainers.started[0].call("meeting_place") if trainers.count > 1 else None
-        calls = {f"trainer-{n}": actor.call("load", meet_at) for n, actor in enumerate(trainers.started, 1)}
-        for kind in references:
-            calls["reference-1"] = kind.start(1).call("load")
-        numbers = [(kind, n) for kind in (rollouts, rewards) for n in range(1 + len(kind.ready), 1 + kind.count)]
-        starting = {f"{kind.name}-{n}": (kind, kind.start(n)) for kind, n in numbers}
-        calls |= {name: actor.call("start") for name, (_, actor) in starting.items()}
-        found = results(calls, self._rules.start_s)
-        for name, (kind, actor) in starting.items():
-            kind.ready.append((actor, found[name]))
-        policy: RemotePolicy = found["trainer-1"]
-        workers = {f"rollout-{number}": about["tokenizer"] for number, (_, about) in enumerate(rollouts.ready, 1)}
-        _check_tokenizers(tokenizer, {"trainer-1": policy.tokenizer, **workers})
-        self._began.append(("trainer_started", {"pid": policy.pid, "node": policy.node, "ranks": trainers.count}))
-        for kind in references:
-            self.reference = RemoteReference(kind.started[0])
-            self._began.append(("reference_started", found["reference-1"]))
-        if returned:
-            self._began.append(("reattached", returned))
-        self.trainer = RemoteTrainer(trainers.started[0])
-        self.engine = RolloutWorkers(self._settings, rollouts, self._rules, self._write_began, self._event)
-        return replace(policy, tokenizer=tokenizer)
-
-    def prepare(self, data: RunData, recipe: ScoringRecipe) -> MemoryPlan:
-        """Hands over what depends on the data: the number of steps, the longest prompt, the rewards that rows name."""
-        trainers, _, rewards, *_ = self._kinds
-        sizes = data.plan.steps, max(data.train.lengths)
-        calls = {f"trainer-{n}": actor.call("build", *sizes) for n, actor in enumerate(trainers.started, 1)}
-        calls |= {f"reward-{n}": actor.call("prepare", recipe) for n, (actor, _) in enumerate(rewards.ready, 1)}
-        memory = results(calls, self._rules.start_s)["trainer-1"]
-        for actor in trainers.started[1:]:
-            actor.call("follow")
-        self.rewards = RewardActors(rewards, recipe, self._rules, self._event)
-        return memory
-
-    def close(self) -> None:
-        """Ends the workers, their places and the cluster, in reverse order of their start."""
-        self._over.set()
-        if hasattr(self, "rewards"):
-            self.rewards.close()
-        for kind in reversed(self._kinds):
-            kind.close()
-        self._cluster.close()
-
-    def _reserve(self) -> None:
+    def __init__(self, settings: Settings, run_id: str, ends: ExitStack) -> None:
         """Asks for all places at once, then waits for them."""
-        settings, options, cpus = self._settings, self._options, self._options["cpus_per_worker"]
-        has_gpus = float(settings.model.device != "cpu" and self._cluster.num_gpus > 0)
+        options, needs = settings.runtime.options, reference_needs(settings)
+        workers, ranks, cpus = options["rollout_workers"], options["ranks"], options["cpus_per_worker"]
+        limits = {name: options[name] for name in ("max_restarts", "start_s", "recovery_s", "frozen_s")}
+        self.rules = Rules(workers if isinstance(workers, tuple) else (workers, workers), floor=1, **limits)
+        """Of both pools; `replicas` counts rollout workers."""
+        num_actors = self.rules.replicas[1] + options["reward_workers"] + ranks + int(needs is not None)
+        self._cluster = cluster = Cluster(options["address"], run_id, cpus * num_actors, options["linger_s"])
+        ends.callback(cluster.close)
+        has_gpus = float(settings.model.device != "cpu" and cluster.num_gpus > 0)
         per_rank, per_worker = options["gpus_per_rank"], options["gpus_per_rollout_worker"]
         if per_rank is None:
             per_rank = has_gpus
         if per_worker is None:
             per_worker = (settings.engine.options.get("tensor_parallel") or 1) * has_gpus
-
-        def reserve(
-            name: str, cls: type, arguments: tuple[Any, ...], gpus: float, count: int, can_return: bool
-        ) -> None:
-            self._kinds.append(ActorGroup(self._cluster, name, cls, arguments, cpus, gpus, count, can_return))
-
         # A user's code may be edited before the next driver comes.
         is_all_ours = not any(":" in reward.name for reward in settings.reward)
-        reserve("trainer", TrainerActor, (settings, options["ranks"]), per_rank, options["ranks"], False)
-        reserve("rollout", RolloutActor, (self._engine_given(),), per_worker, self._rules.replicas[0], True)
-        reserve("reward", RewardActor, (), 0.0, options["reward_workers"], is_all_ours)
-        if (needs := reference_needs(settings)) is not None:
+        self._engine_given, group = _engine_given(settings), partial(ActorGroup, cluster, cpus)
+        self.trainers = group("trainer", RemoteTrainer, (settings, ranks), per_rank, ranks, False)
+        self.rollouts = group("rollout", RolloutWorker, (self._engine_given,), per_worker, self.rules.replicas[0], True)
+        self.rewards = group("reward", RewardWorker, (), 0.0, options["reward_workers"], is_all_ours)
+        self.reference: ActorGroup | None = None
+        if needs is not None:
             gpus = 0.0 if needs[0]["device"] == "cpu" else per_rank or 1.0
-            reserve("reference", ReferenceActor, needs, gpus, 1, False)
-        waits = {kind.name: partial(self._cluster.wait_for, kind.places, self._rules.start_s) for kind in self._kinds}
+            self.reference = group("reference", RemoteReference, needs, gpus, 1, False)
+        every = (self.trainers, self.rollouts, self.rewards, self.reference)
+        self._kinds = [kind for kind in every if kind is not None]
+        for kind in self._kinds:
+            ends.callback(kind.close)
+        if not cluster.is_own:
+            over = threading.Event()
+            ends.callback(over.set)
+            threading.Thread(target=_ping, args=(self._kinds[1:], over), daemon=True).start()
+        waits = {kind.name: partial(cluster.wait_for, kind.places, self.rules.start_s) for kind in self._kinds}
         all_of(waits, "kinds of workers have no place")
 
-    def _ping(self) -> None:
-        """Workers end when no driver pings them, and a pool pings only those that it has taken."""
-        while not self._over.wait(PING_S):
-            for actor in [actor for kind in self._kinds[1:] for actor in kind.started if not actor.has_ended]:
-                with suppress(Exception):  # a dead worker is noticed by the next call to it
-                    actor.call("ping")
+    def start(self, tokenizer: Any) -> dict[str, int]:
+        """Starts every actor and waits for all of them. Returns how many workers a former driver had left, by kind."""
+        returned: dict[str, int] = {}
+        if not self._cluster.is_own:
+            self.rollouts.adopt(self._engine_given)
+            self.rewards.adopt(None)
+            returned = {kind.name: len(kind.ready) for kind in self._kinds if kind.ready}
+        calls, starting, meet_at = dict[str, Call](), dict[str, tuple[ActorGroup, Handle]](), None
+        for kind in self._kinds:
+            for n in range(1 + len(kind.ready), 1 + kind.count):
+                name, actor = f"{kind.name}-{n}", kind.start(n)
+                if kind is self.trainers and kind.count > 1:
+                    meet_at = meet_at or actor.call("meeting_place")  # of rank 0
+                starting[name] = kind, actor
+                calls[name] = actor.call("start", *([n - 1, meet_at] if kind is self.trainers else []))
+        for name, about in results(calls, self.rules.start_s).items():
+            kind, actor = starting[name]
+            actor.note(about)
+            kind.ready.append(actor)
+        _check_tokenizers(tokenizer, self.trainers, self.rollouts)
+        return returned
 
-    def _event(self, kind: str, **details: Any) -> None:
-        with suppress(OSError):  # a full disk is reported where a checkpoint is written
-            self._folder.event(kind, **details)
-
-    def _write_began(self) -> None:
-        for event, details in self._began:
-            self._event(event, **details)
-
-    def _engine_given(self) -> dict[str, Any]:
-        """What `load_engine` is given (server/serve.py)."""
-        settings = self._settings
-        engine, precision = settings.engine, settings.trainer.options.get("precision")
-        options = engine.model_dump(mode="json")
-        return {
-            "model": settings.model.model_dump(mode="json"),
-            "engine": engine.name,
-            "options": {key: value for key, value in options.items() if key in engine.options},
-            "compute_dtype": precision if precision == "bfloat16" else None,
-        }
+    def prepare(self, data: RunData, recipe: ScoringRecipe) -> tuple[MemoryPlan, str | None]:
+        """Hands over what depends on the data: the number of steps, the longest prompt, the rewards that rows name.
+        Returns the trainer's memory plan and the digest of its base weights."""
+        sizes = data.plan.steps, max(data.train.lengths)
+        calls = {f"trainer-{n}": actor.call("prepare", *sizes) for n, actor in enumerate(self.trainers.ready, 1)}
+        calls |= {f"reward-{n}": actor.call("prepare", recipe) for n, actor in enumerate(self.rewards.ready, 1)}
+        found = results(calls, self.rules.start_s)["trainer-1"]
+        for actor in self.trainers.ready[1:]:
+            actor.call("follow")
+        return found
 
 
-def _check_tokenizers(tokenizer: Any, fingerprints: Mapping[str, Mapping[str, Any]]) -> None:
+def _ping(kinds: Sequence[ActorGroup], over: threading.Event) -> None:
+    """Workers end when no driver pings them, and a pool pings only those that it has taken."""
+    while not over.wait(PING_S):
+        for actor in [actor for kind in kinds for actor in kind.started]:
+            with suppress(Exception):  # a dead worker is noticed by the next call to it
+                actor.call("ping")
+
+
+def _engine_given(settings: Settings) -> dict[str, Any]:
+    """What `load_engine` is given (server/serve.py), and whether weights may change while rollouts are written."""
+    engine, precision = settings.engine, settings.trainer.options.get("precision")
+    options = engine.model_dump(mode="json")
+    return {
+        "model": settings.model.model_dump(mode="json"),
+        "engine": engine.name,
+        "options": {key: value for key, value in options.items() if key in engine.options},
+        "compute_dtype": precision if precision == "bfloat16" else None,
+        "in_flight": settings.run.in_flight,
+    }
+
+
+def _check_tokenizers(tokenizer: Any, *kinds: ActorGroup) -> None:
     """Refuses tokenizers that differ between machines: the same ids would mean other texts."""
     here = tokenizer_fingerprint(tokenizer)
-    other = [name for name, fingerprint in fingerprints.items() if fingerprint != here]
+    each = [(f"{kind.name}-{n}", actor.about) for kind in kinds for n, actor in enumerate(kind.ready, 1)]
+    other = [name for name, about in each if about["tokenizer"] != here]
     if other:
         raise InputError(
             f"model.name: {', '.join(other)} found another tokenizer than the driver under that name; put the same "

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import podium.errors
 from podium.errors import InputError, PodiumError, RankError
 from podium.run.folder import RunFolder
-from podium.runtime.ranks.line import join
+from podium.runtime.ranks import join
 from podium.settings.tables import Settings
 from podium.untrusted import warn
 
@@ -47,7 +47,8 @@ def check_ranks(settings: Settings, ranks: int) -> None:
     trainer = settings.trainer.name
     if ranks == 1 and trainer in ("fsdp", "deepspeed"):
         raise InputError(f"trainer.name = {trainer!r} is for several ranks; set runtime.ranks, or use 'single'")
-    if ranks > 1 and settings.run.max_lag and settings.engine_traits.shares_weights:
+    samples = settings.engine_traits.shares_weights and "rollout_workers" not in settings.runtime.options
+    if ranks > 1 and settings.run.max_lag and samples:
         raise InputError(
             "run.max_lag with runtime.ranks needs an engine in another process: ranks train and sample in turn; set "
             "engine.name = 'pool' or 'vllm_server'"
@@ -88,7 +89,8 @@ def launch(job: dict[str, Any], ranks: int) -> dict[str, Any]:
         errors = [json.loads(file.read_text()) for file in sorted(path.parent.glob("error-*.json"))]
     causes = [error for error in errors if error["error"] != "RankError"]  # and not the loss of another rank
     if causes or (errors and summary is None):
-        raise _as_error(**(causes or errors)[0])
+        cause = (causes or errors)[0]
+        raise error_called(cause["error"], cause["message"]) or PodiumError(cause["message"])
     if summary is None:
         raise RankError(f"the ranks ended without a result (torchrun's exit code {process.returncode})")
     if summary["state"] == "stopped" and not was_asked:
@@ -114,10 +116,10 @@ def _wait(process: subprocess.Popen[bytes]) -> bool:
     return bool(forwarded)
 
 
-def _as_error(error: str, message: str) -> PodiumError:
-    """The error that a rank wrote, as an error of the same class."""
-    kind = getattr(podium.errors, error, PodiumError)
-    return kind(message) if issubclass(kind, PodiumError) else PodiumError(message)
+def error_called(name: str, message: str) -> PodiumError | None:
+    """An error that another process named; None unless it is one of Podium's."""
+    kind = getattr(podium.errors, name, None)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, PodiumError) else None
 
 
 def run_job(job: dict[str, Any], settings: Settings, folder: RunFolder | None) -> dict[str, Any]:
@@ -131,12 +133,21 @@ def run_job(job: dict[str, Any], settings: Settings, folder: RunFolder | None) -
     return asdict(resume(settings, folder, **options))
 
 
+def meet() -> None:
+    """Waits for the other ranks; each takes a GPU of its own where there are any. The environment says where they
+    meet."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=START_LIMIT)
+
+
 def run_rank(path: Path) -> int:
     """One rank, from start to end; returns its exit code. Rank 0 writes the summary next to the job file, and any rank
     its error."""
     job = json.loads(path.read_text())
     settings = Settings.from_dict(job["settings"])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if _takes_gpu() else "gloo", timeout=START_LIMIT)
+    meet()
     rank = join().rank
     try:
         if rank:
@@ -187,14 +198,6 @@ def end_process(code: int) -> None:
         telling.start()
         telling.join(timeout=END_S)
     os._exit(code)
-
-
-def _takes_gpu() -> bool:
-    """Chooses this rank's GPU; False where there is none."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        return True
-    return False
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ CACHE_ROOM = 0.5
 Chosen, not measured: where both want more than there is, halves slow neither side down by much."""
 
 HELD = ("weights", "trained", "optimizer", "reference", "engine_copy", "cache", "logits")
-"""What a run holds whatever the size of its batches; "trained" counts the gradients."""
+"""What a run holds whatever the size of its batches; "trained" counts the gradients, which are as large."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,13 @@ class MemoryPlan:
     gradient_checkpointing: bool
 
     @property
-    def fixed(self) -> int:
-        """Bytes held whatever the size of a batch; gradients are as large as the trained weights."""
-        return sum(getattr(self, name) for name in HELD)
-
-    @property
     def cache_limit(self) -> int:
         """Most that the engine's keys and values may take: an evaluation may need more of them than training."""
         return max(self.cache, int(USED_SHARE * self.device - (self.total - self.cache)))
 
     @property
     def total(self) -> float:
-        return self.fixed + self.per_token * self.largest_batch
+        return sum(getattr(self, name) for name in HELD) + self.per_token * self.largest_batch
 
     @property
     def largest_batch(self) -> int:
@@ -104,24 +99,26 @@ class MemoryPlan:
 
 def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> MemoryPlan:
     """`longest_prompt` in tokens, of the training data."""
-    options = settings.trainer.options
-    every = list(policy.model.named_parameters())
-    weights = sum(p.numel() * p.element_size() for _, p in every)
-    trained = sum(p.numel() * p.element_size() for _, p in every if p.requires_grad)
+    options, reference = settings.trainer.options, settings.model.reference
+    every = list(policy.model.parameters())
+    trainable = [p for p in every if p.requires_grad]
+    trained = sum(p.nbytes for p in trainable)
+    copies_reference = reference is not None and not isinstance(reference, SeparateReference)
+    copies_reference &= policy.peft is None or reference != "initial"
     longest_answer = settings.rollout.options.get("max_new_tokens", 0)
     longest = longest_prompt + longest_answer
     compute_dtype = products_dtype(options.get("precision"), policy.model.dtype)
     tokens = settings.pack.max_tokens_per_batch
     operations = 6 if policy.peft is None else 4
-    most = tokens or most_tokens(policy.device.type, operations * sum(p.numel() for _, p in every))
+    most = tokens or most_tokens(policy.device.type, operations * sum(p.numel() for p in every))
     a_step = settings.run.prompts_per_step * settings.run.rollouts_per_prompt * longest
     held: dict[str, Any] = {
         "device": device_bytes(policy.device),
         "available": available_bytes(policy.device),
-        "weights": weights,
+        "weights": sum(p.nbytes for p in every),
         "trained": trained,
-        "optimizer": state_bytes(options.get("optimizer", "adamw"), [p for _, p in every if p.requires_grad]),
-        "reference": trained if _copies_reference(settings, policy) else 0,
+        "optimizer": state_bytes(options.get("optimizer", "adamw"), trainable),
+        "reference": trained if copies_reference else 0,
         "engine_copy": _engine_copy(settings, policy, trained),
         "cache": 0,
         "logits": _logits(policy, compute_dtype or policy.model.dtype, max(min(most, a_step), longest)),
@@ -135,16 +132,15 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     held["cache"] = needed.least
     checkpointing = options.get("gradient_checkpointing")
     if checkpointing is None:
-        room = _room(held, plain)
-        checkpointing = room < max(longest, LEAST_TOKENS)
+        checkpointing = _room(held) / plain < max(longest, LEAST_TOKENS)
     per_token = checkpointed_bytes_per_token(policy, plain) if checkpointing else plain
     if tokens is None:
-        least = max(longest, min(LEAST_TOKENS, _room(held, per_token)))
-        held["cache"] += min(needed.most - needed.least, max(0, int(CACHE_ROOM * _room_bytes(held))))
-        tokens = max(least, min(most, _room(held, per_token)) // 256 * 256, 256)
+        least = max(longest, min(LEAST_TOKENS, int(_room(held) / per_token)))
+        held["cache"] += min(needed.most - needed.least, max(0, int(CACHE_ROOM * _room(held))))
+        tokens = max(least, min(most, int(_room(held) / per_token)) // 256 * 256, 256)
         held["cache"] = needed.least
     plan = MemoryPlan(**held, per_token=per_token, max_tokens_per_batch=tokens, gradient_checkpointing=checkpointing)
-    left = _room_bytes(held) - per_token * plan.largest_batch
+    left = _room(held) - per_token * plan.largest_batch
     return replace(plan, cache=min(needed.most, needed.least + max(0, int(left))))
 
 
@@ -162,36 +158,19 @@ def most_tokens(device_type: str, flops_per_token: int) -> int:
     return most if device_type == "cpu" else min(most, max(LEAST_TOKENS, int(MOST_FLOPS / flops_per_token)))
 
 
-def _room(held: dict[str, Any], per_token: float) -> int:
-    """Tokens for which there is memory, next to what is held."""
-    return max(0, int(_room_bytes(held) / per_token))
-
-
-def _room_bytes(held: dict[str, Any]) -> float:
-    """Memory next to what is held; below 0 where that is too much already."""
+def _room(held: dict[str, Any]) -> float:
+    """Memory next to what is held, in bytes; below 0 where that is too much already."""
     return USED_SHARE * held["device"] - sum(held[name] for name in HELD)
 
 
-def _copies_reference(settings: Settings, policy: Policy) -> bool:
-    given = settings.model.reference
-    if isinstance(given, SeparateReference):
-        return False
-    return given is not None and (policy.peft is None or given != "initial")
-
-
-def _samples_elsewhere(settings: Settings) -> bool:
-    """Whether the engine is on the device of a server or of a runtime's rollout workers."""
-    return settings.engine_traits.outlives_run or "rollout_workers" in settings.runtime.options
-
-
 def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
-    if _samples_elsewhere(settings):
-        return 0
+    if settings.engine_traits.outlives_run or "rollout_workers" in settings.runtime.options:
+        return 0  # a server or a runtime's rollout workers have it on a device of their own
     options, member = settings.engine.options, settings.engine_member
-    weights = sum(map(_num_bytes, policy.twin.parameters()))
+    weights = sum(p.nbytes for p in policy.twin.parameters())
     shares_weights = engine_traits(member or settings.engine.name).shares_weights
     packed = packed_weights(policy.twin) if shares_weights else []
-    copied = sum(map(_num_bytes, packed))
+    copied = sum(p.nbytes for p in packed)
     if settings.engine_traits.has_members:  # each process may come to hold every weight
         return num_processes(options) * (weights + copied)
     if options.get("sleep"):
@@ -208,11 +187,7 @@ def _engine_copy(settings: Settings, policy: Policy, trained: int) -> int:
     if policy.peft is None:
         return copied + (trained if settings.plan.needs_snapshot else 0)
     adapted = [p for name, p in policy.model.named_parameters() if ".base_layer.weight" in name]
-    return copied + sum(_num_bytes(p) for p in adapted if not any(p is other for other in packed))
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return copied + sum(p.nbytes for p in adapted if not any(p is other for other in packed))
 
 
 def _half_on_cuda(settings: Settings, policy: Policy) -> torch.dtype | None:

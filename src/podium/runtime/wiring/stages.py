@@ -63,7 +63,6 @@ class Placed:
     """Copies each new checkpoint to where the next attempt finds it."""
     page: type[Page] | None = None
     """A page of the runtime's own, in place of the report `page`."""
-    ranks: int = 1
     end: Callable[[], None] = lambda: None
     """Ends what the runtime itself started."""
 
@@ -123,7 +122,7 @@ def wire(
         reward=placed.scoring,
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
-        pack=build_pack(settings, tokens, placed.ranks),
+        pack=build_pack(settings, tokens, settings.runtime.options.get("ranks", 1)),
         train=placed.train,
         sync=placed.sync,
         checkpoint=build_checkpoint(

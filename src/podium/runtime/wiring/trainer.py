@@ -31,7 +31,7 @@ from podium.records import Batch, UpdateResult
 from podium.remote.codec import decode, encode
 from podium.remote.fork_server import BlockingChild, DiedError, ForkServer, RemoteError
 from podium.run.build import load_start
-from podium.runtime.ranks.line import Line, RankedTrainer
+from podium.runtime.ranks import Line, RankedTrainer
 from podium.runtime.wiring.memory import MemoryPlan, memory_plan
 from podium.settings.sections import Model, SeparateReference
 from podium.settings.tables import Settings
@@ -49,6 +49,9 @@ class HostedTrainer:
     """Loads the policy at once; `build` makes the trainer, once the data is known."""
 
     memory: MemoryPlan
+    base_digest: str | None = None
+    """Of the weights under the adapter, taken before they are spread over ranks; None for full weights, and on ranks
+    other than 0, which are compared to it."""
     own: Any
     """The trainer of this process alone."""
     trainer: Any
@@ -58,13 +61,11 @@ class HostedTrainer:
         self.settings = settings
         self.policy = load_policy(settings.model, seed=settings.run.seed)
 
-    def plan_memory(self, longest_prompt: int) -> MemoryPlan:
-        """`longest_prompt` in tokens, of the training data."""
+    def build(self, num_steps: int, longest_prompt: int, line: Line | None = None) -> None:
+        """`longest_prompt` in tokens, of the training data. `line`: this process is one of several ranks."""
         self.memory = memory_plan(self.settings, self.policy, longest_prompt)
-        return self.memory
-
-    def build(self, num_steps: int, line: Line | None = None) -> None:
-        """After `plan_memory`. `line`: this process is one of several ranks."""
+        if line is None or not line.rank:
+            self.base_digest = self.policy.base_digest()
         if line is not None:
             line.note_loaded(self.policy)
         objective, checkpointing = build_objective(self.settings), self.memory.gradient_checkpointing
