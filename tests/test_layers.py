@@ -139,7 +139,7 @@ def names_of_engines(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.Tuple | ast.List | ast.Set):
             constants = [*node.elts]
         named = {each.value for each in constants if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-        if named & ENGINES:
+        if named & ENGINES or (isinstance(node, ast.Compare) and "auto" in named):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
         asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr")
         if asks and ast.unparse(node.args[0]).rpartition(".")[2].strip("_") == "engine":  # type: ignore[attr-defined]
@@ -156,6 +156,7 @@ def test_callers_ask_an_engines_traits_and_never_its_name(path: Path) -> None:
     "code",
     [
         "if settings.engine.name == 'inprocess': pass",
+        "if settings.engine.name != 'auto': pass",
         "if engine in ('vllm_local', 'mine'): pass",
         "ENGINES = ('inprocess', 'vllm_local')",
         "PACKAGES = {'vllm_local': 'vllm'}",

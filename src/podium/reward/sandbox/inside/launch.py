@@ -42,11 +42,12 @@ def main() -> None:
 def _hand_out_questions(supervisor: int) -> bool:
     """Lets the process outside answer whether a program may start a thread; False if no program may start any."""
     descriptor = ask_before_threads()
+    rights = [] if descriptor is None else [(SOL_SOCKET, SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))]
     outside = socket(AF_UNIX, SOCK_STREAM, 0, supervisor)
-    if descriptor is not None:
-        outside.sendmsg([b"threads"], [(SOL_SOCKET, SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))])
-        os.close(descriptor)
+    outside.sendmsg([b"threads"], rights)
     outside.close()
+    if descriptor is not None:
+        os.close(descriptor)
     return descriptor is not None
 
 

@@ -123,8 +123,7 @@ def give_up_rights(memory_mb: int, cpu_s: float, file_bytes: int, has_threads: b
     _drop_capabilities()
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     if program is not None:
-        instructions = ctypes.create_string_buffer(program)
-        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_Program.of(instructions)))
+        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_Program.of(program)))
 
 
 def hide_from_others() -> None:
@@ -145,27 +144,23 @@ def ask_before_threads() -> int | None:
     clone = CONDITIONAL["clone"][list(ARCHITECTURES).index(machine)]
     steps += [_step(EQUAL, clone, 1, 0), _step(RETURN, ALLOW)]
     steps += [_step(LOAD, FIRST), _step(ANY_BIT, CLONE_THREAD, 1, 0), _step(RETURN, ALLOW), _step(RETURN, ASK)]
-    instructions = ctypes.create_string_buffer(b"".join(steps))
+    program = _Program.of(b"".join(steps))
+    call = (SECCOMP[machine], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    libc = ctypes.CDLL(None, use_errno=True)
-    made = libc.syscall(
-        ctypes.c_long(SECCOMP[machine]),
-        ctypes.c_ulong(SECCOMP_SET_MODE_FILTER),
-        ctypes.c_ulong(SECCOMP_FILTER_FLAG_NEW_LISTENER),
-        ctypes.byref(_Program.of(instructions)),
-    )
-    return None if made < 0 else made
+    try:
+        return _call("syscall", *map(ctypes.c_long, call), ctypes.byref(program))
+    except OSError:
+        return None
 
 
 class _Program(ctypes.Structure):
     """struct sock_fprog"""
 
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     @classmethod
-    def of(cls, instructions: Any) -> _Program:
-        """The buffer must outlive the result; `create_string_buffer` adds one byte."""
-        return cls((len(instructions) - 1) // 8, ctypes.addressof(instructions))
+    def of(cls, instructions: bytes) -> _Program:
+        return cls(len(instructions) // 8, instructions)
 
 
 def call_filter(machine: str, own_pid: int, has_threads: bool = True) -> bytes | None:
@@ -222,19 +217,21 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 def _drop_capabilities() -> None:
     """Drops root's rights to raise limits, create devices and read any process. Access to files stays."""
-    libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of rights 0 to 31 and then of the others
     kept = (KEPT_RIGHTS, KEPT_RIGHTS, 0, 0, 0, 0)
-    if libc.capget(header, sets) != 0:
-        raise OSError(ctypes.get_errno(), "capget")
-    rights = (ctypes.c_uint32 * 6)(*(has & keep for has, keep in zip(sets, kept)))  # noqa: B905
-    if libc.capset(header, rights) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    _call("capget", header, sets)
+    _call("capset", header, (ctypes.c_uint32 * 6)(*(has & keep for has, keep in zip(sets, kept))))  # noqa: B905
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, *arguments, *[0] * (4 - len(arguments))) != 0:
+    _call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Calls a function of libc."""
+    result = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
+    if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
