@@ -10,6 +10,7 @@ import pytest
 
 from podium import Settings
 from podium.check.calibrate import Candidate, choose_engine, measure, pick, without_auto
+from podium.check.verdicts import check
 from podium.errors import InputError
 from podium.run.start import evaluate, train
 from tests.commands import podium
@@ -58,6 +59,8 @@ def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.Monkey
 def test_what_is_measured_here_says_nothing_of_machines_elsewhere() -> None:
     with pytest.raises(InputError, match=r"engines are elsewhere; name one: inprocess, vllm_local"):
         choose_engine(an_auto(runtime={"name": "ray"}))
+    with pytest.raises(InputError, match=r"engines are elsewhere; name one: inprocess, vllm_local"):
+        check(an_auto(runtime={"name": "ray"}))
 
 
 def test_another_engine_stays_as_it_is() -> None:

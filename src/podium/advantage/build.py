@@ -17,15 +17,12 @@ from podium.stages import AdvantageFunction
 def build_advantages(settings: Settings) -> Callable[[Sequence[Group]], list[Group]]:
     name = settings.advantage.name
     function = partial(find("advantage", name), **settings.advantage.options)
-    if is_users(name):  # checked now: the first group with signal may come much later
-        with user_code("advantage.name", name):
-            check_advantages(function, [0.0, 1.0, 0.5])
-
-    def stage(groups: Sequence[Group]) -> list[Group]:
-        with user_code("advantage.name", name):
-            return assign_advantages(groups, function)
-
-    return stage
+    stage = partial(assign_advantages, function=function)
+    if not is_users(name):
+        return stage
+    with user_code("advantage.name", name):  # checked now: the first group with signal may come much later
+        check_advantages(function, [0.0, 1.0, 0.5])
+    return user_code("advantage.name", name)(stage)
 
 
 def assign_advantages(groups: Sequence[Group], function: AdvantageFunction) -> list[Group]:

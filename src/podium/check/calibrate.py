@@ -64,11 +64,7 @@ def choose_engine(settings: Settings) -> tuple[Settings, str]:
     asked, names = settings.engine.name, settings.engine_traits.candidates
     if not names:
         return settings, ""
-    if settings.runtime.name != "local":
-        raise InputError(
-            f"engine.name = {asked!r} measures on this machine, and with runtime.name = {settings.runtime.name!r} "
-            f"engines are elsewhere; name one: {', '.join(names)}"
-        )
+    refuse_elsewhere(settings)
     possible = [_refused(settings, name) or Candidate(name) for name in names]
     if sum(not each.failure for each in possible) > 1:
         possible = [each if each.failure else measure(settings, each.name) for each in possible]
@@ -78,6 +74,16 @@ def choose_engine(settings: Settings) -> tuple[Settings, str]:
     others = "; ".join(str(each) for each in possible if each is not chosen)
     speed = f" ({chosen.tokens_per_s:,.0f} tokens/s)" if chosen.tokens_per_s else ""
     return with_engine(settings, chosen.name), f"engine {chosen.name} was chosen{speed}; {others}"
+
+
+def refuse_elsewhere(settings: Settings) -> None:
+    """Raises `InputError` if the engine is to be chosen, and the run's engines are not on this machine."""
+    candidates = settings.engine_traits.candidates
+    if candidates and settings.runtime.name != "local":
+        raise InputError(
+            f"engine.name = {settings.engine.name!r} measures on this machine, and with runtime.name = "
+            f"{settings.runtime.name!r} engines are elsewhere; name one: {', '.join(candidates)}"
+        )
 
 
 def pick(candidates: list[Candidate]) -> Candidate:

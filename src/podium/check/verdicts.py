@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from podium.advantage.build import build_advantages
-from podium.check.calibrate import StepTiming, loaded_engine, time_step, without_auto
+from podium.check.calibrate import StepTiming, loaded_engine, refuse_elsewhere, time_step, without_auto
 from podium.data.build import OrderedData, build_run_data, data_lines
 from podium.engine.build import cpu_team
 from podium.evaluation import held_out_groups
@@ -57,6 +57,7 @@ def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem. Raises what `podium train` would raise at its start."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    refuse_elsewhere(settings)
     launcher_of(settings)  # raises if the run cannot be launched
     settings = without_auto(settings)
     with cpu_team(settings):

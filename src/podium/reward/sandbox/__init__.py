@@ -143,11 +143,9 @@ def _run(given: Mapping[str, Any], tests: list[Any], limit_s: float, kind: Sandb
             pass_fds=[its.fileno()],
         )
         its.close()
-        life = os.pidfd_open(process.pid)  # waited for by `poll`, because `Popen.wait` with a limit polls in a loop
         try:
-            wait_and_answer(life, limit_s, mine)
+            wait_and_answer(process.pid, limit_s, mine)
         finally:
-            os.close(life)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -230,8 +228,8 @@ GO_ON = 1  # SECCOMP_USER_NOTIF_FLAG_CONTINUE
 TRY_AGAIN = -11  # EAGAIN, the kernel's own error for too many threads
 
 
-def wait_and_answer(life: int, limit_s: float, launcher: socket.socket) -> None:
-    """Answers questions for threads until the process of the pidfd `life` has ended or its time is up.
+def wait_and_answer(pid: int, limit_s: float, launcher: socket.socket) -> None:
+    """Answers questions for threads until the process has ended or its time is up.
 
     The first message of `launcher` brings the descriptor of the questions, or none if the kernel cannot ask.
     """
@@ -241,6 +239,7 @@ def wait_and_answer(life: int, limit_s: float, launcher: socket.socket) -> None:
         _, questions, _, _ = socket.recv_fds(launcher, 16, 1)
     except OSError:  # the time is up
         return
+    life = os.pidfd_open(pid)  # `Popen.wait` with a limit would look again and again
     poll = select.poll()
     for descriptor in (life, *questions):
         poll.register(descriptor, select.POLLIN)
@@ -255,7 +254,7 @@ def wait_and_answer(life: int, limit_s: float, launcher: socket.socket) -> None:
                 else:  # no process is left that could ask
                     poll.unregister(descriptor)
     finally:
-        for descriptor in questions:
+        for descriptor in (life, *questions):
             os.close(descriptor)
 
 

@@ -146,35 +146,13 @@ class Scoring:
         rewards = self.rewards_of(group.prompt.reward)
         with counting() as counts:
             columns = await asyncio.gather(*(self.outcomes(reward, group) for reward in rewards))
-        failures: Counter[str] = Counter()
-        parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
-        for reward, column in zip(rewards, columns, strict=True):
-            for part, outcome in zip(parts, column, strict=True):
-                if isinstance(outcome, Failed):
-                    failures[f"{reward.name}: {outcome.reason}"] += 1
-                part[reward.name] = None if isinstance(outcome, Failed) else outcome
-        scored = replace(
-            group,
-            rewards=tuple(total(rewards, part) for part in parts),
-            reward_parts=tuple(parts),
-            correct=tuple(is_correct(rewards, part) for part in parts),
-            reward_failures=dict(failures),
-            reward_counts=dict(counts),
-            scoring_s=time.monotonic() - started,
-        )
-        return scored if self.non_stop_penalty is None else _penalised(scored, self.non_stop_penalty)
+        scored = self._with_outcomes(group, rewards, columns)
+        return replace(scored, reward_counts=dict(counts), scoring_s=time.monotonic() - started)
 
     def unscored(self, group: Group, reason: str) -> Group:
         """A group that could not be scored: every reward abstains, and the share of failed calls counts it."""
-        names = [reward.name for reward in self.rewards_of(group.prompt.reward)]
-        count = len(group.rollouts)
-        return replace(
-            group,
-            rewards=(None,) * count,
-            reward_parts=tuple(dict.fromkeys(names) for _ in range(count)),
-            correct=(None,) * count,
-            reward_failures={f"{name}: {reason}": count for name in names},
-        )
+        rewards = self.rewards_of(group.prompt.reward)
+        return self._with_outcomes(group, rewards, [[Failed(reason)] * len(group.rollouts)] * len(rewards))
 
     async def outcomes(self, reward: NamedReward, group: Group) -> list[Outcome]:
         """The outcome of one reward alone for each rollout; a breach of contract is raised."""
@@ -189,6 +167,26 @@ class Scoring:
         rollouts = dict(enumerate(group.rollouts))
         await call_reward(name, function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
         return [outcomes[index] for index in rollouts]
+
+    def _with_outcomes(
+        self, group: Group, rewards: Sequence[NamedReward], columns: Sequence[Sequence[Outcome]]
+    ) -> Group:
+        """`columns`: for each reward its outcomes, one per rollout."""
+        failures: Counter[str] = Counter()
+        parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
+        for reward, column in zip(rewards, columns, strict=True):
+            for part, outcome in zip(parts, column, strict=True):
+                if isinstance(outcome, Failed):
+                    failures[f"{reward.name}: {outcome.reason}"] += 1
+                part[reward.name] = None if isinstance(outcome, Failed) else outcome
+        scored = replace(
+            group,
+            rewards=tuple(total(rewards, part) for part in parts),
+            reward_parts=tuple(parts),
+            correct=tuple(is_correct(rewards, part) for part in parts),
+            reward_failures=dict(failures),
+        )
+        return scored if self.non_stop_penalty is None else _penalised(scored, self.non_stop_penalty)
 
     def _check_share(self, step: Sequence[Group]) -> None:
         """Stops the run if too many calls of a step gave no number."""
