@@ -11,7 +11,7 @@ import podium
 
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "remote.files", "stages", "model", "terminal"}
-FORKED = {"remote.fork_server", "remote.fork_server_process"}
+FORKED = {"remote.fork_server", "remote.fork_server_process", "remote.workers"}
 POOL = {"remote.engine_pool", "remote.loop_thread", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
@@ -52,6 +52,7 @@ ALLOWED = {
     "remote.loop_thread": {"errors"},
     "remote.pool": {"errors"},
     "remote.rollouts": {"errors", "records", "stages"},
+    "remote.workers": {"remote.fork_server", "remote.fork_server_process", "terminal"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "remote.files", "run.folder", "terminal"},
     "run.folder": {"errors", "remote.files"},

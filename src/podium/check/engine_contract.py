@@ -135,8 +135,8 @@ async def scores_are_those_of_the_trainer_also_while_rollouts_are_written(bench:
     ids = bench.ids("What is 12 + 13?")
     wanted = sequence_logprobs(bench.policy.model, list(ids))
     expect_near(await bench.engine.score(ids), wanted, bench.tolerance, "scores")
-    _, beside = await asyncio.gather(bench.answers(bench.requests(4)), bench.engine.score(ids))
-    expect_near(beside, wanted, bench.tolerance, "scores while rollouts are generated")
+    _, meanwhile = await asyncio.gather(bench.answers(bench.requests(4)), bench.engine.score(ids))
+    expect_near(meanwhile, wanted, bench.tolerance, "scores while rollouts are generated")
 
 
 async def the_seed_decides_the_tokens(bench: Bench) -> None:
@@ -150,8 +150,8 @@ async def what_else_is_outstanding_changes_no_tokens(bench: Bench) -> None:
     asked = bench.requests(5)
     alone = [(await bench.texts([request]))[0] for request in asked]
     others = bench.requests(20, Sampling(max_new_tokens=9, temperature=0.7))
-    beside, _ = await asyncio.gather(bench.texts(asked), bench.texts(others))
-    expect(beside == alone, "tokens depend on the other requests that are being served")
+    meanwhile, _ = await asyncio.gather(bench.texts(asked), bench.texts(others))
+    expect(meanwhile == alone, "tokens depend on the other requests that are being served")
 
 
 async def each_request_has_its_own_sampling(bench: Bench) -> None:

@@ -1,9 +1,4 @@
-"""Rewards that may hang, crash or fill the memory, in worker processes that are killed.
-
-No thread, alarm or coroutine can stop a regular expression, a big integer or a C library. So the driver measures the
-time of a call, and kills a late worker with its whole process group. Workers are forked by a fresh interpreter, without
-torch, that has made the object that they serve (remote/fork_server.py). What they print goes to standard error, without
-control characters.
+"""Rewards in killable workers: what the driver asks, what a worker does and replies, and who is to blame if one breaks.
 
 A task is one reward on some rollouts of a group; a worker sends one `Reply` per rollout. Both are records of the one
 codec (remote/codec.py): plain data, never pickles. The driver reads a reply as if a stranger had sent it, because a
@@ -15,8 +10,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,32 +18,13 @@ from typing import Any
 from podium.errors import RewardContractError, RewardFailedError
 from podium.records import Group, Prompt, Rollout
 from podium.remote.codec import decode, encode
-from podium.remote.fork_server import (
-    CallError,
-    Child,
-    DiedError,
-    ForkServer,
-    GarbledError,
-    Relay,
-    RemoteError,
-    StartError,
-    how_it_ended,
-)
-from podium.remote.fork_server_process import Limits, limit_processor_time
+from podium.remote.fork_server import CallError, Child, DiedError, GarbledError, StartError, how_it_ended
+from podium.remote.fork_server_process import limit_processor_time
+from podium.remote.workers import Workers
 from podium.reward.sandbox.inside.limits import hide_from_others
 from podium.reward.scoring.stage import Failed, Normalised, Outcome, Style, bound_reward, call_reward, late, style_of
 from podium.settings.lookup import find, validate_options
-from podium.terminal import warn
 
-START_S = 120.0
-"""Limit for making the object, and for a worker to report that it runs."""
-MAX_STARTS = 5
-"""Attempts to start one worker."""
-MAX_FILE_BYTES = 1 << 30
-MAX_OPEN_FILES = 512
-MAX_MORE_TASKS = 1024
-ONE_THREAD: dict[str, str] = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Workers share the cores, and only a process without other threads forks safely."""
 GRACE_S = 0.25
 """Time beyond the limit in which a worker may end a slow coroutine itself."""
 MAX_REPLY = 1 << 16
@@ -106,69 +81,6 @@ def decode_outcome(content: bytes, expected: Container[int]) -> tuple[int, Outco
 
 
 # ---- the driver's side
-
-
-class Workers:
-    """At most `size` processes, each of which serves `recipe(**arguments)`. Belongs to one event loop; `close` may be
-    called after the loop has ended.
-
-    async with workers.lend() as worker:  # the same process, and its state, until the block ends
-        reply = await worker.call("method", b"content", limit_s=5.0)
-    """
-
-    def __init__(self, recipe: str, arguments: Mapping[str, Any], size: int, memory_mb: int) -> None:
-        self._recipe, self._arguments = recipe, arguments
-        self._limits = Limits(memory_mb, MAX_FILE_BYTES, MAX_OPEN_FILES, MAX_MORE_TASKS)
-        self._server: ForkServer | None = None
-        self._relay: Relay | None = None
-        self._slots = asyncio.Semaphore(size)
-        self._idle: list[Child] = []
-
-    @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Child]:
-        """A worker, as soon as one is free. An exception in the block kills it; `StartError` if none can be started."""
-        async with self._slots:
-            while self._idle and not self._idle[-1].is_alive:  # it may have died with its server
-                self._idle.pop().close()
-            worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                yield worker
-            except BaseException:
-                worker.kill()
-                raise
-            self._idle.append(worker)
-
-    def close(self) -> None:
-        """Ends every process; workers start again if they are needed."""
-        for worker in self._idle:
-            worker.close()
-        self._idle.clear()
-        if self._server is not None and self._relay is not None:
-            self._server.close()
-            self._relay.close()
-        self._server = self._relay = None
-
-    async def _start(self) -> Child:
-        if self._server is None:
-            self._relay = Relay()
-            self._server = ForkServer(
-                self._recipe,
-                self._arguments,
-                is_shared=True,
-                start_s=START_S,
-                environment=ONE_THREAD,
-                limits=self._limits,
-                output=self._relay.descriptor,
-            )
-        for attempt in range(MAX_STARTS):
-            await asyncio.sleep(0.1 * attempt)
-            try:
-                return await self._server.fork()
-            except StartError:
-                raise
-            except (RemoteError, TimeoutError) as error:  # no room for one more
-                warn(f"podium: a worker process cannot be started: {error}")
-        raise StartError(f"{MAX_STARTS} attempts failed, see stderr")
 
 
 class RewardWorkers(Workers):
@@ -248,7 +160,9 @@ class Worker:
 
     def __init__(self, recipes: Sequence[Mapping[str, Any]]) -> None:
         self._rewards = {recipe["name"]: _load(**recipe) for recipe in recipes}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runner = asyncio.Runner()
+        """Makes its event loop at the first call, because processes must not share one, and keeps it, because rewards
+        may keep connections in it."""
 
     def score(self, content: bytes, reply: Callable[[bytes], None]) -> None:
         """Replies with one outcome per rollout of the task."""
@@ -256,7 +170,7 @@ class Worker:
         rollouts = decode(tuple[Rollout, ...], task.rollouts)
         reward = self._rewards[task.reward]
         style = style_of(reward)
-        hide_from_others()  # a program in the weak sandbox runs beside this process
+        hide_from_others()  # a program in the weak sandbox runs next to this process
         random.seed(task.ordinal)  # what a reward draws does not depend on which worker it runs in
         limit_processor_time(task.limit_s * len(task.indices))
         chosen = {index: rollouts[index] for index in task.indices}
@@ -268,11 +182,8 @@ class Worker:
                 os._exit(OUT_OF_MEMORY)  # earlier calls may have filled the memory: a fresh worker will show
             reply(encode_outcome(index, outcome))
 
-        if self._loop is None:  # made here: processes must not share a loop; kept: rewards may keep connections in it
-            self._loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(call_reward(task.reward, reward, style, prompt, chosen, report, limit_s))
+            self._runner.run(call_reward(task.reward, reward, style, prompt, chosen, report, limit_s))
         except RewardContractError as breach:
             reply(encode_outcome(task.indices[0], breach))
 

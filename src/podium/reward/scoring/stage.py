@@ -156,16 +156,15 @@ class Scoring:
 
     async def outcomes(self, reward: NamedReward, group: Group) -> list[Outcome]:
         """The outcome of one reward alone for each rollout; a breach of contract is raised."""
-        name, function, style = reward.name, reward.function, style_of(reward.function)
+        style = style_of(reward.function)
         if reward.timeout_s is not None:
             assert self.workers is not None
-            sent = await self.workers.score(name, style, reward.timeout_s, group)
-            return [
-                each if isinstance(each, Failed) else check_value(name, function, each, group.prompt) for each in sent
-            ]
+            sent = await self.workers.score(reward.name, style, reward.timeout_s, group)
+            check = partial(check_value, reward.name, reward.function, prompt=group.prompt)
+            return [each if isinstance(each, Failed) else check(each) for each in sent]
         outcomes: dict[int, Outcome] = {}
         rollouts = dict(enumerate(group.rollouts))
-        await call_reward(name, function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
+        await call_reward(reward.name, reward.function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
         return [outcomes[index] for index in rollouts]
 
     def _with_outcomes(

@@ -7,6 +7,7 @@ The standard input of the first process holds the program and then the tests.
 
 from __future__ import annotations
 
+import _operator
 import builtins
 import os
 import select
@@ -178,26 +179,15 @@ class Program:
             value = thing(*positional, **named)
             has_changed = encode(positional, self._refer) != before
             return [value, list(positional) if has_changed else None]  # arguments may be changed in place
-        operations: dict[str, Callable[..., Any]] = {
+        special: dict[str, Callable[..., Any]] = {
             "name": self._namespace.__getitem__,
-            "attribute": getattr,
-            "set attribute": setattr,
-            "item": lambda thing, key: thing[key],
-            "set item": lambda thing, key, value: thing.__setitem__(key, value),
-            "delete item": lambda thing, key: thing.__delitem__(key),
-            "contains": lambda thing, value: value in thing,
             "can tell": lambda thing: hasattr(type(thing), "__contains__"),
             "enter": lambda thing: type(thing).__enter__(thing),
             "exit": leave,
-            "iterate": iter,
-            "next": next,
-            "length": len,
-            "truth": bool,
             "equal": lambda one, other: bool(one == other),
-            "text": str,
-            "representation": repr,
         }
-        return [operations[kind](*given)]
+        operation = special.get(kind) or getattr(_operator, kind, None) or getattr(builtins, kind)
+        return [operation(*given)]
 
     def _refer(self, thing: Any) -> int:
         self._things.append(thing)
