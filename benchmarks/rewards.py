@@ -23,8 +23,8 @@ from statistics import median
 from typing import Any
 
 from podium.records import Group, Prompt, Rollout, ids_digest
-from podium.reward.isolation.rewards import RewardWorkers
-from podium.reward.sandbox.run import Limits, judge_asserts, run_with_inputs
+from podium.reward.isolation import RewardWorkers
+from podium.reward.sandbox import Limits, judge_asserts, run_with_inputs
 from podium.run.start import train
 from podium.settings.tables import Settings
 

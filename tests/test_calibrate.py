@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from podium import Settings
 from podium.check.calibrate import Candidate, choose_engine, measure, pick, without_auto
+from podium.check.verdicts import check
 from podium.errors import InputError
 from podium.run.start import evaluate, train
 from tests.commands import podium
@@ -38,11 +40,12 @@ def test_the_clearly_faster_one_is_taken(speeds: tuple[float, float], taken: str
     assert pick(candidates).name == taken
 
 
-def test_one_that_fails_is_not_taken_and_none_left_is_an_error() -> None:
+def test_one_that_fails_is_not_taken_and_none_left_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Candidate("inprocess", failure="cannot decode this")
     assert pick([broken, Candidate("vllm_local", 1.0)]).name == "vllm_local"
-    with pytest.raises(InputError, match="no engine can be used; inprocess: cannot decode this"):
-        pick([broken])
+    monkeypatch.setattr("podium.check.calibrate._refused", lambda _, name: replace(broken, name=name))
+    with pytest.raises(InputError, match="'auto': no engine can be used; inprocess: cannot decode this; vllm_local"):
+        choose_engine(an_auto())
 
 
 def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +59,8 @@ def test_without_vllm_the_choice_needs_no_measurement(monkeypatch: pytest.Monkey
 def test_what_is_measured_here_says_nothing_of_machines_elsewhere() -> None:
     with pytest.raises(InputError, match=r"engines are elsewhere; name one: inprocess, vllm_local"):
         choose_engine(an_auto(runtime={"name": "ray"}))
+    with pytest.raises(InputError, match=r"engines are elsewhere; name one: inprocess, vllm_local"):
+        check(an_auto(runtime={"name": "ray"}))
 
 
 def test_another_engine_stays_as_it_is() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from podium.cli import main
 from podium.errors import InputError
-from podium.evaluation import Results, as_data, as_text, bootstrap, compared, verdict, wilson
+from podium.evaluation import Results, as_text, bootstrap, compared, results_file, verdict, wilson
 from podium.records import Group
 from podium.settings.sections import Eval
 from podium.settings.tables import Settings
@@ -82,7 +82,8 @@ def test_the_text_shows_intervals_verifiers_sources_and_rollouts() -> None:
 
 
 def test_the_data_holds_every_rollout() -> None:
-    data = json.loads(json.dumps(as_data(Results(groups()))))
+    data = json.loads(json.dumps(results_file("m", {"eval": {"n": 4}, "run": {}}, Results(groups()))))
+    assert (data["model"], data["settings"]) == ("m", {"eval": {"n": 4}})
     assert [len(prompt["rollouts"]) for prompt in data["prompts"]] == [4, 4, 4]
     assert data["prompts"][1]["rollouts"][3]["finish_reason"] == "length"
     assert data["intervals"]["accuracy"]["value"] == data["metrics"]["eval/accuracy"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_what_cannot_be_exported_is_refused(
     assert "no checkpoint of step 5; there are: 4, 8" in refusal(capsys, str(run), "out", "--step", "5")
     assert "podium export takes no --run.steps=3" in refusal(capsys, str(run), "out", "--run.steps=3")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_disk_that_takes_no_more_is_reported_and_nothing_is_left(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        said = refusal(capsys, str(run), str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "out cannot be written" in said
+    assert "File too large" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import podium
 
 ROOT = Path(podium.__file__).parent
 BELOW_STAGES = {"errors", "records", "remote.codec", "stages", "model", "untrusted"}
-FORKED = {"remote.fork_server", "remote.fork_server_process"}
+FORKED = {"remote.fork_server", "remote.fork_server_process", "remote.workers"}
 POOL = {"remote.engine_pool", "remote.tasks", "remote.pool", "remote.rollouts"}
 RUN = {"run.checkpoint", "run.folder"}
 SETTINGS = {f"settings.{name}" for name in ("contracts", "lookup", "refusals", "sections", "tables")}
@@ -52,6 +52,7 @@ ALLOWED = {
     "remote.tasks": {"errors"},
     "remote.pool": {"errors", "remote.tasks"},
     "remote.rollouts": {"errors", "records", "stages"},
+    "remote.workers": {"remote.fork_server", "remote.fork_server_process", "untrusted"},
     "run.build": BELOW_STAGES | SETTINGS | RUN | {"trainer"},
     "run.checkpoint": {"errors", "records", "run.folder", "stages", "untrusted"},
     "run.folder": {"errors", "records", "untrusted"},
@@ -139,7 +140,7 @@ def names_of_engines(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.Tuple | ast.List | ast.Set):
             constants = [*node.elts]
         named = {each.value for each in constants if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-        if named & ENGINES:
+        if named & ENGINES or (isinstance(node, ast.Compare) and "auto" in named):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
         asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr")
         if asks and ast.unparse(node.args[0]).rpartition(".")[2].strip("_") == "engine":  # type: ignore[attr-defined]
@@ -156,6 +157,7 @@ def test_callers_ask_an_engines_traits_and_never_its_name(path: Path) -> None:
     "code",
     [
         "if settings.engine.name == 'inprocess': pass",
+        "if settings.engine.name != 'auto': pass",
         "if engine in ('vllm_local', 'mine'): pass",
         "ENGINES = ('inprocess', 'vllm_local')",
         "PACKAGES = {'vllm_local': 'vllm'}",

@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from podium.cli import main
-from podium.reward.sandbox.run import _problem
+from podium.reward.sandbox import _problem
 from tests.commands import fork_server
 from tests.conftest import small_tables
 from tests.reward.judging import Reply, answer_in, serving, verdict

@@ -17,8 +17,8 @@ from podium import cli, declare_range
 from podium.cli import main
 from podium.errors import InputError
 from podium.records import Prompt, Rollout
+from podium.remote.workers import MAX_FILE_BYTES
 from podium.report.console import Console
-from podium.reward.isolation.workers import MAX_FILE_BYTES
 from podium.settings.tables import Settings
 from podium.untrusted import printable, say, warn
 from tests.conftest import small_tables

@@ -45,7 +45,7 @@ ALLOWED = {
     "report/_tracker.py: self._changed.wait()": "a daemon thread without work",
     "reward/scoring/verifiers.py: _current.get()": "a context variable",
     "observer.py: coming.result()": "the task is done",
-    "reward/sandbox/run.py: process.wait()": "after SIGKILL to its process group",
+    "reward/sandbox/__init__.py: process.wait()": "after SIGKILL to its process group",
     "reward/judge.py: process.wait()": "after SIGKILL",
 }
 """Calls that need none, and why."""

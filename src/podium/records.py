@@ -209,6 +209,9 @@ class EngineTraits:
     """Sync channels that reach the engine, best first."""
     packages: tuple[str, ...] = ()
     """Python packages that the engine imports and that Podium does not require."""
+    candidates: tuple[str, ...] = ()
+    """If not empty, this is no engine: names of engines of which a run chooses one before it starts. The first one is
+    always installed."""
     dtype: str = "float32"
     """Precision in which the engine computes."""
     weights_root: Path | None = None

@@ -13,7 +13,7 @@ from podium.errors import InputError
 from podium.records import Row
 from podium.reward.code import code, program_in
 from podium.reward.code_stdio import code_stdio
-from podium.reward.sandbox.run import _problem
+from podium.reward.sandbox import _problem
 from tests.builders import make_prompt, make_rollout
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from podium.reward.code_stdio import code_stdio, is_same
-from podium.reward.sandbox.run import _problem
+from podium.reward.sandbox import _problem
 from tests.builders import make_prompt, make_rollout
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")

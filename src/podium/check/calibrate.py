@@ -1,4 +1,4 @@
-"""How fast this machine is, measured: which engine `engine.name = "auto"` takes, and how long a step will take.
+"""How fast this machine is, measured: which engine is taken for a name such as "auto", and how long a step will take.
 
 Each candidate engine generates rollouts for this run's own prompts, in a process of its own that ends with its
 measurement, so no memory and no threads of the other engines stay behind. For a step's time, as many rollouts as a step
@@ -10,15 +10,15 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
-from podium.data.build import build_data, read_sources
-from podium.engine.auto import CANDIDATES
+from podium.data.build import OrderedData, build_data, read_sources
 from podium.engine.build import cpu_team, fitted, hand_over, make_engine
 from podium.errors import InputError
 from podium.loss.build import build_objective
@@ -60,35 +60,43 @@ class Candidate:
 
 
 def choose_engine(settings: Settings) -> tuple[Settings, str]:
-    """The settings with an engine's name in place of `auto`, and a sentence for people."""
-    if settings.engine.name != "auto":
+    """The settings with the engine that is taken, if their engine has candidates, and a sentence for people."""
+    asked, names = settings.engine.name, settings.engine_traits.candidates
+    if not names:
         return settings, ""
-    if settings.runtime.name != "local":
-        raise InputError(
-            f"engine.name = 'auto' measures on this machine, and with runtime.name = {settings.runtime.name!r} engines "
-            f"are elsewhere; name one: {', '.join(CANDIDATES)}"
-        )
-    possible = [_refused(settings, name) or Candidate(name) for name in CANDIDATES]
+    refuse_elsewhere(settings)
+    possible = [_refused(settings, name) or Candidate(name) for name in names]
     if sum(not each.failure for each in possible) > 1:
         possible = [each if each.failure else measure(settings, each.name) for each in possible]
+    if all(each.failure for each in possible):
+        raise InputError(f"engine.name = {asked!r}: no engine can be used; " + "; ".join(map(str, possible)))
     chosen = pick(possible)
     others = "; ".join(str(each) for each in possible if each is not chosen)
     speed = f" ({chosen.tokens_per_s:,.0f} tokens/s)" if chosen.tokens_per_s else ""
     return with_engine(settings, chosen.name), f"engine {chosen.name} was chosen{speed}; {others}"
 
 
+def refuse_elsewhere(settings: Settings) -> None:
+    """Raises `InputError` if the engine is to be chosen, and the run's engines are not on this machine."""
+    candidates = settings.engine_traits.candidates
+    if candidates and settings.runtime.name != "local":
+        raise InputError(
+            f"engine.name = {settings.engine.name!r} measures on this machine, and with runtime.name = "
+            f"{settings.runtime.name!r} engines are elsewhere; name one: {', '.join(candidates)}"
+        )
+
+
 def pick(candidates: list[Candidate]) -> Candidate:
     """The first candidate that works (`inprocess` takes the least memory), unless another is clearly faster."""
     working = [each for each in candidates if not each.failure]
-    if not working:
-        raise InputError("engine.name = 'auto': no engine can be used; " + "; ".join(map(str, candidates)))
     first, fastest = working[0], max(working, key=lambda each: each.tokens_per_s)
     return fastest if fastest.tokens_per_s > CLEARLY * first.tokens_per_s else first
 
 
 def without_auto(settings: Settings) -> Settings:
-    """The settings with the first candidate in place of `auto`, for work too short to measure engines."""
-    return with_engine(settings, CANDIDATES[0]) if settings.engine.name == "auto" else settings
+    """The settings with the first candidate, if their engine has any, for work too short to measure engines."""
+    candidates = settings.engine_traits.candidates
+    return with_engine(settings, candidates[0]) if candidates else settings
 
 
 def with_engine(settings: Settings, name: str) -> Settings:
@@ -136,7 +144,7 @@ def _refused(settings: Settings, name: str) -> Candidate | None:
 
 
 async def try_out(settings: Settings) -> Candidate:
-    """Tokens per second of the settings' engine, with memory reserved for a trainer; nothing is trained."""
+    """Tokens per second of the settings' engine; nothing is trained."""
     name = settings.engine.name
     policy = load_policy(settings.model, seed=settings.run.seed)
     data = build_data(settings, read_sources(settings.data), policy, settings.plan)
@@ -145,18 +153,21 @@ async def try_out(settings: Settings) -> Candidate:
         return Candidate(name, failure="it does not fit into memory next to the trainer")
     prompts = some_of(settings, data.in_order(settings.run.prompts_per_step))
     tokens = min(settings.rollout.options.get("max_new_tokens", MAX_TOKENS), MAX_TOKENS)
-    with closing(
-        make_engine(
-            fitted(settings, max(data.lengths)),
-            policy,
-            snapshot=settings.plan.needs_snapshot,
-            cache_bytes=memory.cache_limit,
-        )
-    ) as engine:
-        await hand_over(settings, engine, policy, "calibration")
+    async with loaded_engine(settings, policy, data, memory) as engine:
         await sampled(settings, engine, prompts, tokens)  # compiles, captures, allocates
         seconds = min([(await sampled(settings, engine, prompts, tokens))[0] for _ in range(TRIES)])
     return Candidate(name, len(prompts) * settings.run.rollouts_per_prompt * tokens / seconds)
+
+
+@asynccontextmanager
+async def loaded_engine(
+    settings: Settings, policy: Policy, data: OrderedData, memory: MemoryPlan
+) -> AsyncIterator[Engine]:
+    """The settings' engine with the policy's weights, and with memory reserved for a trainer."""
+    fitting, snapshot = fitted(settings, max(data.lengths)), settings.plan.needs_snapshot
+    with closing(make_engine(fitting, policy, snapshot=snapshot, cache_bytes=memory.cache_limit)) as engine:
+        await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
+        yield engine
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ same checks in tests/engine/test_contract.py. The checks load weights into the e
 """
 
 import asyncio
+import inspect
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -78,26 +79,18 @@ class Bench:
         ids = [*request.token_ids, *answer.token_ids]
         return sequence_logprobs(self.policy.model, ids)[len(request.token_ids) - 1 :]
 
+    def logits(self, request: Request, answer: Answer) -> torch.Tensor:
+        """The trainer's logits `[answer, vocabulary]`, from which each token of the answer is drawn."""
+        ids = torch.tensor([[*request.token_ids, *answer.token_ids]], device=self.policy.device)
+        with torch.no_grad():
+            return self.policy.model(ids).logits[0, len(request.token_ids) - 1 : -1].float()
+
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.engine.traits.dtype]
 
 
 Check = Callable[[Bench], Awaitable[None]]
-
-
-async def check_engine(engine: Any, policy: Policy) -> None:
-    """Runs every check. Raises `ContractError` with all rules that the engine breaks, by the names of the checks."""
-    bench, broken = Bench(engine, policy), []
-    await bench.load()
-    for check in CHECKS:
-        try:
-            await asyncio.wait_for(check(bench), MAX_S)
-        except Exception as error:
-            reason = f"not done after {MAX_S:g} s" if isinstance(error, TimeoutError) else str(error)
-            broken.append(f"{check.__name__}: {reason or type(error).__name__}")
-    if broken:
-        raise ContractError(f"{type(engine).__name__} breaks {len(broken)} rules:\n" + "\n".join(broken))
 
 
 def expect(is_true: bool, complaint: str) -> None:
@@ -133,11 +126,8 @@ async def logprobs_are_of_the_tempered_distribution(bench: Bench) -> None:
     for temperature in (0.5, 1.5):
         [request] = bench.requests(1, Sampling(max_new_tokens=6, temperature=temperature))
         [answer] = await bench.answers([request])
-        ids, start = [*request.token_ids, *answer.token_ids], len(request.token_ids)
-        with torch.no_grad():
-            logits = bench.policy.model(torch.tensor([ids], device=bench.policy.device)).logits[0].float()
-        every = (logits / temperature).log_softmax(-1)
-        wanted = [float(every[t - 1, ids[t]]) for t in range(start, len(ids))]
+        every = (bench.logits(request, answer) / temperature).log_softmax(-1)
+        wanted = [float(row[token]) for row, token in zip(every, answer.token_ids, strict=True)]
         expect_near(answer.logprobs, wanted, bench.tolerance, f"logprobs at temperature {temperature}")
 
 
@@ -145,8 +135,8 @@ async def scores_are_those_of_the_trainer_also_while_rollouts_are_written(bench:
     ids = bench.ids("What is 12 + 13?")
     wanted = sequence_logprobs(bench.policy.model, list(ids))
     expect_near(await bench.engine.score(ids), wanted, bench.tolerance, "scores")
-    _, beside = await asyncio.gather(bench.answers(bench.requests(4)), bench.engine.score(ids))
-    expect_near(beside, wanted, bench.tolerance, "scores while rollouts are generated")
+    _, meanwhile = await asyncio.gather(bench.answers(bench.requests(4)), bench.engine.score(ids))
+    expect_near(meanwhile, wanted, bench.tolerance, "scores while rollouts are generated")
 
 
 async def the_seed_decides_the_tokens(bench: Bench) -> None:
@@ -160,8 +150,8 @@ async def what_else_is_outstanding_changes_no_tokens(bench: Bench) -> None:
     asked = bench.requests(5)
     alone = [(await bench.texts([request]))[0] for request in asked]
     others = bench.requests(20, Sampling(max_new_tokens=9, temperature=0.7))
-    beside, _ = await asyncio.gather(bench.texts(asked), bench.texts(others))
-    expect(beside == alone, "tokens depend on the other requests that are being served")
+    meanwhile, _ = await asyncio.gather(bench.texts(asked), bench.texts(others))
+    expect(meanwhile == alone, "tokens depend on the other requests that are being served")
 
 
 async def each_request_has_its_own_sampling(bench: Bench) -> None:
@@ -181,14 +171,10 @@ async def each_request_has_its_own_sampling(bench: Bench) -> None:
     alone = [(await bench.answers([each]))[0] for each in asked]
     for one, other, sampling in zip(together, alone, samplings, strict=True):
         expect(one.token_ids == other.token_ids, f"next to others, {sampling} gives different tokens")
-        expect(
-            one.finish_reason == other.finish_reason,
-            f"next to others, {sampling} gives a different finish_reason",
-        )
-    expect(
-        [len(together[k].token_ids) for k in (0, 1, 2)] == [24, 24, 3],
-        "a request does not get its own max_new_tokens",
-    )
+        same_end = one.finish_reason == other.finish_reason
+        expect(same_end, f"next to others, {sampling} gives a different finish_reason")
+    lengths = [len(answer.token_ids) for answer in together[:3]]
+    expect(lengths == [24, 24, 3], "a request does not get its own max_new_tokens")
 
 
 async def stop_ids_end_an_answer_and_are_kept(bench: Bench) -> None:
@@ -206,10 +192,8 @@ async def stop_ids_end_an_answer_and_are_kept(bench: Bench) -> None:
 async def greedy_answers_are_the_likeliest_tokens(bench: Bench) -> None:
     [request] = bench.requests(1, Sampling(max_new_tokens=12, temperature=0.0))
     [greedy] = await bench.answers([request])
-    ids, start = [*request.token_ids, *greedy.token_ids], len(request.token_ids)
-    with torch.no_grad():
-        logits = bench.policy.model(torch.tensor([ids], device=bench.policy.device)).logits[0].float()
-    below = [float(logits[t - 1].max() - logits[t - 1, ids[t]]) for t in range(start, len(ids))]
+    rows = zip(bench.logits(request, greedy), greedy.token_ids, strict=True)
+    below = [float(logits.max() - logits[token]) for logits, token in rows]
     expect(max(below) <= bench.tolerance, "a greedy answer has a token that is not the most likely one")
     for cut in (Sampling(max_new_tokens=12, top_k=1), Sampling(max_new_tokens=12, top_p=1e-6)):
         [answer] = await bench.answers([replace(request, sampling=cut)])
@@ -303,23 +287,19 @@ async def weights_may_be_loaded_while_rollouts_are_written(bench: Bench) -> None
         expect(answer.policy_versions == (bench.version,) * 2, f"policy_versions are {answer.policy_versions}")
 
 
-CHECKS: tuple[Check, ...] = (
-    it_has_the_methods_that_its_traits_promise,
-    every_request_has_one_answer_that_can_be_right,
-    logprobs_are_those_of_the_trainer,
-    logprobs_are_of_the_tempered_distribution,
-    scores_are_those_of_the_trainer_also_while_rollouts_are_written,
-    the_seed_decides_the_tokens,
-    what_else_is_outstanding_changes_no_tokens,
-    each_request_has_its_own_sampling,
-    stop_ids_end_an_answer_and_are_kept,
-    greedy_answers_are_the_likeliest_tokens,
-    a_prefix_group_changes_no_tokens,
-    a_prefix_group_may_arrive_bit_by_bit,
-    a_large_group_is_served,
-    on_tokens_receives_the_whole_answer,
-    cancelling_a_request_leaves_the_others_as_they_are,
-    an_unknown_name_may_be_released,
-    a_request_that_does_not_fit_is_refused_and_no_other_suffers,
-    weights_may_be_loaded_while_rollouts_are_written,
-)
+CHECKS: list[Check] = [thing for thing in list(vars().values()) if inspect.iscoroutinefunction(thing)]
+"""Every rule above, in this order: a rule is a coroutine function of this file."""
+
+
+async def check_engine(engine: Any, policy: Policy) -> None:
+    """Runs every check. Raises `ContractError` with all rules that the engine breaks, by the names of the checks."""
+    bench, broken = Bench(engine, policy), []
+    await bench.load()
+    for check in CHECKS:
+        try:
+            await asyncio.wait_for(check(bench), MAX_S)
+        except Exception as error:
+            reason = f"not done after {MAX_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            broken.append(f"{check.__name__}: {reason or type(error).__name__}")
+    if broken:
+        raise ContractError(f"{type(engine).__name__} breaks {len(broken)} rules:\n" + "\n".join(broken))

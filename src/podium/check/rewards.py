@@ -15,7 +15,7 @@ from itertools import islice
 from statistics import median
 from typing import Any, Literal
 
-from podium.data.build import build_data, read_sources
+from podium.data.build import build_run_data, read_sources
 from podium.errors import RewardContractError
 from podium.model.chat import CLOSE
 from podium.model.load import load_policy
@@ -100,10 +100,9 @@ def try_rewards(settings: Settings, max_rows: int) -> tuple[str, bool]:
     check_rewards(settings)
     rows, held_out_rows = read_sources(settings.data), read_sources(settings.eval.data)
     policy = load_policy(settings.model, seed=settings.run.seed)
-    data = build_data(settings, rows, policy, settings.plan)
-    held_out = build_data(settings, held_out_rows, policy, settings.plan) if held_out_rows else None
-    scoring = build_scoring(settings, [data, *([held_out] if held_out else [])])
-    prompts = data.in_order() + (held_out.in_order() if held_out else [])
+    sources = build_run_data(settings, rows, held_out_rows, policy).sources
+    scoring = build_scoring(settings, sources)
+    prompts = [prompt for source in sources for prompt in source.in_order()]
     with closing(scoring):
         findings = asyncio.run(_try_all(scoring, prompts, policy.tokenizer, max_rows))
     return _report(findings), all(each.is_good for each in findings)
@@ -154,16 +153,16 @@ async def _tried(scoring: Scoring, reward: NamedReward, trial: Trial, tokenizer:
     rollout = Rollout(ids, (0.0,) * len(ids), (1,) * len(ids), "stop", text, 0, 0, 0, 0, ids_digest(ids))
     group = Group(trial.prompt, (rollout,))
     started = time.perf_counter()
-    found: dict[str, Any] = {}
+    is_breach = False
     try:
         (outcome,) = await scoring.outcomes(reward, group)
-        if isinstance(outcome, Failed):
-            found = {"trouble": outcome.reason}
-        else:
-            found = {"value": outcome, "trouble": "it abstained" if outcome is None else None}
     except RewardContractError as error:
-        found = {"trouble": str(error), "is_breach": True}
-    return replace(trial, milliseconds=1000 * (time.perf_counter() - started), **found)
+        outcome, is_breach = Failed(str(error)), True
+    milliseconds = 1000 * (time.perf_counter() - started)
+    if isinstance(outcome, Failed):
+        return replace(trial, trouble=outcome.reason, is_breach=is_breach, milliseconds=milliseconds)
+    trouble = "it abstained" if outcome is None else None
+    return replace(trial, value=outcome, trouble=trouble, milliseconds=milliseconds)
 
 
 def _report(findings: Sequence[Findings]) -> str:

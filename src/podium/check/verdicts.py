@@ -7,14 +7,13 @@ the run's rewards, adds up the memory, and runs a short step to estimate how lon
 import asyncio
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from uuid import uuid4
 
 from podium.advantage.build import build_advantages
-from podium.check.calibrate import StepTiming, time_step, without_auto
+from podium.check.calibrate import StepTiming, loaded_engine, refuse_elsewhere, time_step, without_auto
 from podium.data.build import OrderedData, build_run_data, data_lines
-from podium.engine.build import cpu_team, fitted, hand_over, make_engine
+from podium.engine.build import cpu_team
 from podium.evaluation import held_out_groups
 from podium.filter import build_accept
 from podium.model.load import Policy, load_policy
@@ -58,6 +57,7 @@ def check(settings: Settings) -> tuple[str, bool]:
     """The report as text, and whether there is no problem. Raises what `podium train` would raise at its start."""
     if settings.run.folder is not None:
         RunFolder(settings.run.folder).refuse_if_used()
+    refuse_elsewhere(settings)
     launcher_of(settings)  # raises if the run cannot be launched
     settings = without_auto(settings)
     with cpu_team(settings):
@@ -96,17 +96,9 @@ async def _dry_run(
 ) -> tuple[list[Group], StepTiming | None]:
     """Runs a few prompts through the real engine and rewards, then a short step if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
-    with closing(
-        make_engine(
-            fitted(settings, max(data.lengths)),
-            policy,
-            snapshot=settings.plan.needs_snapshot,
-            cache_bytes=memory.cache_limit,
-        )
-    ) as engine:
-        await hand_over(settings, engine, policy, f"check-{uuid4().hex[:12]}")
+    async with loaded_engine(settings, policy, data, memory) as engine:
         rollout = make_rollout_for(settings, engine, policy, "check", rollouts)
-        patient = scoring.for_evaluation(max_failed_share=1.0)  # failures are reported and do not end the check
+        patient = replace(scoring.for_evaluation(), max_failed_share=1.0)  # failures are reported, the check goes on
         groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
         timing = await time_step(settings, policy, engine, a_step, memory) if memory.fits else None

@@ -8,12 +8,11 @@ from podium.errors import InputError
 from podium.model.load import Policy
 from podium.records import EngineTraits
 
-CANDIDATES = ("inprocess", "vllm_local")
-"""The first one is always installed."""
-
 
 class Auto:
-    traits = EngineTraits(channels=("shared", "adapter", "disk"))
+    traits = EngineTraits(channels=("shared", "adapter", "disk"), candidates=("inprocess", "vllm_local"))
 
     def __init__(self, policy: Policy, snapshot: bool = False) -> None:
-        raise InputError(f"engine.name = 'auto' is for `podium train`; here name one: {', '.join(CANDIDATES)}")
+        raise InputError(
+            f"engine.name = 'auto' is for `podium train`; here name one: {', '.join(self.traits.candidates)}"
+        )

@@ -259,9 +259,11 @@ def as_text(results: Results) -> str:
     return "\n\n".join([*parts, _samples(results)])
 
 
-def as_data(results: Results) -> dict[str, Any]:
-    """Everything, for a file: metrics, intervals, tables and every rollout."""
+def results_file(model: str, settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
+    """What `--out` writes: the model, the evaluation's settings, metrics, intervals, tables and every rollout."""
     return {
+        "model": model,
+        "settings": {key: settings[key] for key in ("eval", "rollout", "reward", "scoring") if key in settings},
         "metrics": results.metrics(),
         "intervals": {name: asdict(each) for name, each in results.estimates().items()},
         "verifiers": results.verifiers(),
@@ -344,9 +346,3 @@ def _samples(results: Results) -> str:
 def _short(text: str) -> str:
     shown = repr(text)[1:-1]
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
-
-
-def results_file(model: str, settings: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    """What `--out` writes: the model, the evaluation's settings and the results."""
-    asked = {key: settings[key] for key in ("eval", "rollout", "reward", "scoring") if key in settings}
-    return {"model": model, "settings": asked, **as_data(results)}

@@ -17,6 +17,7 @@ from typing import Any
 
 import tomli_w
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from podium.errors import CheckpointError, InputError, ParityError, PodiumError
@@ -122,8 +123,8 @@ def export(target: str, out: Path, *, merge: bool = False, step: int | None = No
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}") from None
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{out} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(kind, {path.name: path.stat().st_size for path in sorted(out.iterdir())}, gap)

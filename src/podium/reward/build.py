@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from podium.errors import InputError
 from podium.records import Group, Row
-from podium.reward.isolation.rewards import RewardWorkers
+from podium.reward.isolation import RewardWorkers
 from podium.reward.scoring.stage import NamedReward, Scoring, bound_reward, declared_range
 from podium.settings.lookup import choices, find
 from podium.settings.sections import Reward
@@ -69,8 +69,7 @@ class ScoringRecipe:
         """`elsewhere` scores in place of what is built, which then starts no process."""
         given, by_name = self.section, {choice.name: named_reward(choice) for choice in self.rewards}
         limits = (self.prompts_per_step, given.max_failed_share, self.penalty)
-        scoring = Scoring(by_name, self.default, *limits, self._workers(by_name))
-        return scoring if elsewhere is None else scoring.scored_by(elsewhere)
+        return Scoring(by_name, self.default, *limits, self._workers(by_name), elsewhere)
 
     def needs_processes(self) -> bool:
         return any(choice.timeout_s is not None for choice in self.rewards)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from podium.errors import InputError
 from podium.records import Prompt, Rollout, Row
-from podium.reward.sandbox.run import Limits, Sandbox, judge_asserts, refuse_sandbox
+from podium.reward.sandbox import Limits, Sandbox, judge_asserts, refuse_sandbox
 from podium.reward.scoring.verifiers import checks_answer, declare_range, gold_answer, judges_answer, refuses
 
 FENCE = "```"

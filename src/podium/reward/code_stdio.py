@@ -11,7 +11,7 @@ from typing import Any
 
 from podium.records import Row
 from podium.reward.code import program_in, scores_programs, tests_of
-from podium.reward.sandbox.run import Limits, Sandbox, run_with_inputs
+from podium.reward.sandbox import Limits, Sandbox, run_with_inputs
 from podium.reward.scoring.verifiers import checks_answer
 
 

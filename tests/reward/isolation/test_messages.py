@@ -7,7 +7,7 @@ import pytest
 from podium.errors import RewardContractError
 from podium.records import Prompt, Rollout
 from podium.remote.codec import AS_JSON, decode, encode
-from podium.reward.isolation.rewards import MAX_REPLY, Task, decode_outcome, encode_outcome
+from podium.reward.isolation import MAX_REPLY, Task, decode_outcome, encode_outcome
 from podium.reward.scoring.stage import Failed
 from tests.builders import make_prompt, make_rollout
 

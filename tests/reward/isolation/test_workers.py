@@ -17,8 +17,8 @@ import pytest
 from podium.errors import InputError, RewardContractError, RewardFailedError
 from podium.records import Group
 from podium.remote.fork_server import CallError, Child
-from podium.reward.isolation.rewards import RewardWorkers
-from podium.reward.isolation.workers import Workers
+from podium.remote.workers import Workers
+from podium.reward.isolation import RewardWorkers
 from podium.reward.scoring.stage import Failed, Outcome, Style
 from tests.builders import make_prompt, make_rollout
 from tests.reward.isolation.hostile import KINDS, LISTS

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import podium.reward.sandbox.run as sandbox_run
+import podium.reward.sandbox as sandbox_run
 from podium.errors import InputError
-from podium.reward.sandbox.inside.limits import call_filter
-from podium.reward.sandbox.run import (
+from podium.reward.sandbox import (
     Limits,
     Sandbox,
     SandboxError,
@@ -25,6 +24,7 @@ from podium.reward.sandbox.run import (
     refuse_sandbox,
     run_with_inputs,
 )
+from podium.reward.sandbox.inside.limits import call_filter
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
 LIMITS = Limits(test_timeout_s=2.0, total_s=6.0, memory_mb=256)

@@ -334,7 +334,7 @@ def test_groups_are_scored_beside_each_other_and_leave_in_the_order_of_arrival()
 
 def test_a_row_is_scored_by_the_rewards_that_it_names() -> None:
     scoring = make_scoring(is_a, length, up_to_4)
-    scoring = Scoring(scoring._by_name, ["is_a"], 1)
+    scoring = Scoring(scoring.by_name, ["is_a"], 1)
     default, named = score(scoring, unscored(0), unscored(1, ("aaaaa",), reward=("length", "up_to_4")))
     assert default.reward_parts[0] == {"is_a": 1.0}
     assert named.reward_parts == ({"length": 5.0, "up_to_4": 4.0},)
@@ -480,7 +480,7 @@ def test_groups_are_scored_elsewhere_where_that_is_asked_and_in_evaluations_too(
         asked.append(group.prompt.ordinal)
         return await make_scoring(is_a).score(group)
 
-    scoring = make_scoring(is_a, prompts_per_step=2).scored_by(elsewhere)
+    scoring = make_scoring(is_a, prompts_per_step=2, elsewhere=elsewhere)
     assert [group.rewards for group in score(scoring, unscored(3), unscored(4))] == [(1.0, 0.0)] * 2
     assert [group.rewards for group in score(scoring.for_evaluation(), unscored(5))] == [(1.0, 0.0)]
     assert asked == [3, 4, 5]
@@ -496,4 +496,4 @@ def test_a_group_that_nobody_could_score_abstains_and_counts_as_failed() -> None
     assert abstained.rewards == (None, None)
     assert abstained.reward_parts == ({"is_a": None, "length": None},) * 2
     with pytest.raises(RewardFailedError, match=r"4 of 4 reward calls gave no number.*its worker died"):
-        score(make_scoring(is_a, length).scored_by(elsewhere), unscored())
+        score(make_scoring(is_a, length, elsewhere=elsewhere), unscored())

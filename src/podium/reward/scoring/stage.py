@@ -9,7 +9,6 @@ rewards allow. For rollouts cut at `max_new_tokens`, `non_stop_penalty` replaces
 """
 
 import asyncio
-import copy
 import inspect
 import math
 import sys
@@ -30,7 +29,7 @@ from podium.reward.scoring.verifiers import counting
 from podium.stages import RewardFunction
 
 if TYPE_CHECKING:
-    from podium.reward.isolation.rewards import RewardWorkers
+    from podium.reward.isolation import RewardWorkers
 
 MAX_REWARD = 1e30
 """Larger rewards overflow in the differences and squares of advantages, and in float32."""
@@ -75,47 +74,30 @@ class NamedReward:
         return self.weight * declared_range(self.function)[self.weight >= 0]
 
 
+@dataclass(frozen=True)
 class Scoring:
-    """Scores groups with the rewards that their rows name.
+    """Scores groups with the rewards that their rows name. `close` ends the workers."""
 
-    `default` scores the rows that name no reward. `by_name` holds every reward that a row may name. Format rewards
-    score every row. `workers` is needed if a reward has a time limit; `close` ends them.
-    """
+    by_name: Mapping[str, NamedReward]
+    """Every reward that a row may name. Format rewards score every row."""
+    default: Sequence[str]
+    """Score the rows that name no reward."""
+    prompts_per_step: int
+    max_failed_share: float = 0.1
+    non_stop_penalty: float | None = None
+    workers: "RewardWorkers | None" = None
+    """Needed if a reward has a time limit."""
+    elsewhere: Callable[[Group], Coroutine[Any, Any, Group]] | None = None
+    """Scores each group in another process, which calls its own `Scoring.score`."""
 
-    def __init__(
-        self,
-        by_name: Mapping[str, NamedReward],
-        default: Sequence[str],
-        prompts_per_step: int,
-        max_failed_share: float = 0.1,
-        non_stop_penalty: float | None = None,
-        workers: "RewardWorkers | None" = None,
-    ) -> None:
-        self._by_name, self._default, self._workers = by_name, default, workers
-        self._prompts_per_step, self._max_failed_share = prompts_per_step, max_failed_share
-        self._non_stop_penalty = non_stop_penalty
-        self._score = self.score
-
-    def for_evaluation(self, max_failed_share: float | None = None) -> "Scoring":
-        """The same rewards; the share of failed calls is taken over the whole evaluation, which may be small.
-
-        The allowed share is that of the run by default.
-        """
-        other = copy.copy(self)
-        other._prompts_per_step = sys.maxsize
-        other._max_failed_share = self._max_failed_share if max_failed_share is None else max_failed_share
-        return other
-
-    def scored_by(self, score: Callable[[Group], Coroutine[Any, Any, Group]]) -> "Scoring":
-        """The same stage, with each group scored by another process, which calls its own `Scoring.score`."""
-        other = copy.copy(self)
-        other._score = score
-        return other
+    def for_evaluation(self) -> "Scoring":
+        """The same rewards; the share of failed calls is taken over the whole evaluation, which may be small."""
+        return replace(self, prompts_per_step=sys.maxsize)
 
     def close(self) -> None:
         """Ends the worker processes."""
-        if self._workers is not None:
-            self._workers.close()
+        if self.workers is not None:
+            self.workers.close()
 
     def without_highest(self, names: Sequence[str]) -> list[str]:
         """Those of a row's rewards that do not tell what is correct; `names` may be empty, as in a row."""
@@ -123,8 +105,8 @@ class Scoring:
 
     def rewards_of(self, names: Sequence[str]) -> list[NamedReward]:
         """The rewards of a row with these names, which may be none: each reward once, format rewards last."""
-        task = [self._by_name[name] for name in names or self._default]
-        formats = [reward for reward in self._by_name.values() if reward.format is not None]
+        task = [self.by_name[name] for name in names or self.default]
+        formats = [reward for reward in self.by_name.values() if reward.format is not None]
         return list({reward.name: reward for reward in [*task, *formats]}.values())
 
     async def score_each(self, groups: AsyncIterator[Group], after: Sequence[Group] = ()) -> AsyncIterator[Group]:
@@ -136,15 +118,24 @@ class Scoring:
         """
         pending: deque[asyncio.Task[Group]] = deque()
         step = list(after)
+
+        def checked(group: Group) -> Group:
+            step.append(group)
+            if len(step) >= self.prompts_per_step:
+                self._check_share(step)
+                if not after:  # any group of a refill may be the one that completes the step
+                    step.clear()
+            return group
+
         async for group in groups:
-            task = asyncio.create_task(self._score(group))
+            task = asyncio.create_task((self.elsewhere or self.score)(group))
             # Looks at the exception, which asyncio would print otherwise.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             pending.append(task)
             while pending and pending[0].done():
-                yield self._checked(pending.popleft().result(), step, bool(after))
+                yield checked(pending.popleft().result())
         while pending:
-            yield self._checked(await pending.popleft(), step, bool(after))
+            yield checked(await pending.popleft())
         self._check_share(step)
 
     async def score(self, group: Group) -> Group:
@@ -155,63 +146,50 @@ class Scoring:
         rewards = self.rewards_of(group.prompt.reward)
         with counting() as counts:
             columns = await asyncio.gather(*(self.outcomes(reward, group) for reward in rewards))
+        scored = self._with_outcomes(group, rewards, columns)
+        return replace(scored, reward_counts=dict(counts), scoring_s=time.monotonic() - started)
+
+    def unscored(self, group: Group, reason: str) -> Group:
+        """A group that could not be scored: every reward abstains, and the share of failed calls counts it."""
+        rewards = self.rewards_of(group.prompt.reward)
+        return self._with_outcomes(group, rewards, [[Failed(reason)] * len(group.rollouts)] * len(rewards))
+
+    async def outcomes(self, reward: NamedReward, group: Group) -> list[Outcome]:
+        """The outcome of one reward alone for each rollout; a breach of contract is raised."""
+        style = style_of(reward.function)
+        if reward.timeout_s is not None:
+            assert self.workers is not None
+            sent = await self.workers.score(reward.name, style, reward.timeout_s, group)
+            check = partial(check_value, reward.name, reward.function, prompt=group.prompt)
+            return [each if isinstance(each, Failed) else check(each) for each in sent]
+        outcomes: dict[int, Outcome] = {}
+        rollouts = dict(enumerate(group.rollouts))
+        await call_reward(reward.name, reward.function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
+        return [outcomes[index] for index in rollouts]
+
+    def _with_outcomes(
+        self, group: Group, rewards: Sequence[NamedReward], columns: Sequence[Sequence[Outcome]]
+    ) -> Group:
+        """`columns`: for each reward its outcomes, one per rollout."""
         failures: Counter[str] = Counter()
         parts: list[dict[str, float | None]] = [{} for _ in group.rollouts]
         for reward, column in zip(rewards, columns, strict=True):
             for part, outcome in zip(parts, column, strict=True):
                 if isinstance(outcome, Failed):
                     failures[f"{reward.name}: {outcome.reason}"] += 1
-                value = None if isinstance(outcome, Failed) else outcome
-                part[reward.name] = check_value(reward.name, reward.function, value, group.prompt)
+                part[reward.name] = None if isinstance(outcome, Failed) else outcome
         scored = replace(
             group,
             rewards=tuple(total(rewards, part) for part in parts),
             reward_parts=tuple(parts),
             correct=tuple(is_correct(rewards, part) for part in parts),
             reward_failures=dict(failures),
-            reward_counts=dict(counts),
-            scoring_s=time.monotonic() - started,
         )
-        return scored if self._non_stop_penalty is None else _penalised(scored, self._non_stop_penalty)
-
-    def unscored(self, group: Group, reason: str) -> Group:
-        """A group that could not be scored: every reward abstains, and the share of failed calls counts it."""
-        names = [reward.name for reward in self.rewards_of(group.prompt.reward)]
-        count = len(group.rollouts)
-        return replace(
-            group,
-            rewards=(None,) * count,
-            reward_parts=tuple(dict.fromkeys(names) for _ in range(count)),
-            correct=(None,) * count,
-            reward_failures={f"{name}: {reason}": count for name in names},
-        )
-
-    async def outcomes(self, reward: NamedReward, group: Group) -> list[Outcome]:
-        """The outcome of one reward alone for each rollout; a breach of contract is raised."""
-        style = style_of(reward.function)
-        if reward.timeout_s is not None:
-            assert self._workers is not None
-            return await self._workers.score(reward.name, style, reward.timeout_s, group)
-        outcomes: dict[int, Outcome] = {}
-        rollouts = dict(enumerate(group.rollouts))
-        await call_reward(reward.name, reward.function, style, lambda: group.prompt, rollouts, outcomes.__setitem__)
-        return [outcomes[index] for index in rollouts]
-
-    def _checked(self, group: Group, step: list[Group], is_refill: bool) -> Group:
-        """Adds the group to the step, and checks the share of failed calls if the step is complete.
-
-        Any group of a refill may be the one that completes the step.
-        """
-        step.append(group)
-        if len(step) >= self._prompts_per_step:
-            self._check_share(step)
-            if not is_refill:
-                step.clear()
-        return group
+        return scored if self.non_stop_penalty is None else _penalised(scored, self.non_stop_penalty)
 
     def _check_share(self, step: Sequence[Group]) -> None:
         """Stops the run if too many calls of a step gave no number."""
-        if reason := too_many_failed(step, self._max_failed_share):
+        if reason := too_many_failed(step, self.max_failed_share):
             raise RewardFailedError(reason)
 
 

@@ -119,15 +119,15 @@ class Thing:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._link.ask("attribute", self, name)
+        return self._link.ask("getattr", self, name)
 
     def __contains__(self, value: Any) -> bool:
         if self._link.ask("can tell", self) is not True:
             return any(value is each or value == each for each in self)
         asked = [value, *decoys()]
         asked.sort(key=lambda _: os.urandom(8))  # the program must not know which of them the test asks for
-        told = [self._says_to_hold(each) for each in asked]
-        return not all(told) and told[next(place for place, each in enumerate(asked) if each is value)]
+        answers = [self._says_to_hold(each) for each in asked]
+        return not all(answers) and answers[next(place for place, each in enumerate(asked) if each is value)]
 
     def _says_to_hold(self, value: Any) -> bool:
         try:
@@ -146,7 +146,7 @@ class Thing:
             raise ProgramError("StopIteration") from None
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = self._link.ask("iterate", self)
+        iterator = self._link.ask("iter", self)
         while True:
             try:
                 yield self._link.ask("next", iterator)
@@ -154,7 +154,7 @@ class Thing:
                 return
 
     def __bool__(self) -> bool:
-        return self._link.ask("truth", self) is True
+        return self._link.ask("bool", self) is True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Thing) and self._link.ask("equal", self, other) is True
@@ -166,19 +166,8 @@ def _asks(kind: str) -> Callable[..., Any]:
     return lambda thing, *given: thing._link.ask(kind, thing, *given)
 
 
-QUESTIONS = {
-    "__setattr__": "set attribute",
-    "__getitem__": "item",
-    "__setitem__": "set item",
-    "__delitem__": "delete item",
-    "__enter__": "enter",
-    "__len__": "length",
-    "__str__": "text",
-    "__repr__": "representation",
-}
-"""Methods of a stand-in that only pass the question on."""
-for method, question in QUESTIONS.items():
-    setattr(Thing, method, _asks(question))
+for question in ("setattr", "getitem", "setitem", "delitem", "enter", "len", "str", "repr"):
+    setattr(Thing, f"__{question}__", _asks(question))  # methods that only pass the question on
 
 
 def decoys() -> list[Any]:

@@ -7,6 +7,7 @@ The standard input of the first process holds the program and then the tests.
 
 from __future__ import annotations
 
+import _operator
 import builtins
 import os
 import select
@@ -42,11 +43,12 @@ def main() -> None:
 def _hand_out_questions(supervisor: int) -> bool:
     """Lets the process outside answer whether a program may start a thread; False if no program may start any."""
     descriptor = ask_before_threads()
+    rights = [] if descriptor is None else [(SOL_SOCKET, SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))]
     outside = socket(AF_UNIX, SOCK_STREAM, 0, supervisor)
-    if descriptor is not None:
-        outside.sendmsg([b"threads"], [(SOL_SOCKET, SCM_RIGHTS, descriptor.to_bytes(4, sys.byteorder))])
-        os.close(descriptor)
+    outside.sendmsg([b"threads"], rights)
     outside.close()
+    if descriptor is not None:
+        os.close(descriptor)
     return descriptor is not None
 
 
@@ -177,26 +179,15 @@ class Program:
             value = thing(*positional, **named)
             has_changed = encode(positional, self._refer) != before
             return [value, list(positional) if has_changed else None]  # arguments may be changed in place
-        operations: dict[str, Callable[..., Any]] = {
+        special: dict[str, Callable[..., Any]] = {
             "name": self._namespace.__getitem__,
-            "attribute": getattr,
-            "set attribute": setattr,
-            "item": lambda thing, key: thing[key],
-            "set item": lambda thing, key, value: thing.__setitem__(key, value),
-            "delete item": lambda thing, key: thing.__delitem__(key),
-            "contains": lambda thing, value: value in thing,
             "can tell": lambda thing: hasattr(type(thing), "__contains__"),
             "enter": lambda thing: type(thing).__enter__(thing),
             "exit": leave,
-            "iterate": iter,
-            "next": next,
-            "length": len,
-            "truth": bool,
             "equal": lambda one, other: bool(one == other),
-            "text": str,
-            "representation": repr,
         }
-        return [operations[kind](*given)]
+        operation = special.get(kind) or getattr(_operator, kind, None) or getattr(builtins, kind)
+        return [operation(*given)]
 
     def _refer(self, thing: Any) -> int:
         self._things.append(thing)

@@ -74,10 +74,13 @@ LISTED = """
     sched_getaffinity 204 123, sched_getscheduler 145 120, sched_getparam 143 121, sched_get_priority_max 146
     125, sched_get_priority_min 147 126, sched_rr_get_interval 148 127, uname 63 160, sysinfo 99 179, getrandom
     318 278, wait4 61 260, waitid 247 95,
-    recvfrom 45 207, getsockname 51 204, getpeername 52 205, getsockopt 55 209, shutdown 48 210
+    recvfrom 45 207, getsockname 51 204, getpeername 52 205, getsockopt 55 209, shutdown 48 210,
+    clone 56 220, kill 62 129, tgkill 234 131, prlimit64 302 261, sched_setaffinity 203 122, fcntl 72 25, ioctl 16 29,
+    prctl 157 167, socketpair 53 199, sendto 44 206
 """
 """System calls that a tested program may make, with their numbers on x86_64 and aarch64 (`-`: does not exist): files,
-waiting, memory, time, threads, signals, the process itself, the ends of a pair of sockets."""
+waiting, memory, time, threads, signals, the process itself, the ends of a pair of sockets, and in the last two lines
+those that are allowed for some arguments only (see `conditions`)."""
 
 
 def _numbers(column: int) -> dict[str, int]:
@@ -85,22 +88,9 @@ def _numbers(column: int) -> dict[str, int]:
     return {call[0]: int(call[column]) for call in calls if call[column] != "-"}
 
 
-ALLOWED = {"x86_64": _numbers(1), "aarch64": _numbers(2)}
+NUMBERS = {"x86_64": _numbers(1), "aarch64": _numbers(2)}
 CLONE3 = 435
 SECCOMP = {"x86_64": 317, "aarch64": 277}
-CONDITIONAL = {
-    "clone": (56, 220),
-    "kill": (62, 129),
-    "tgkill": (234, 131),
-    "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "fcntl": (72, 25),
-    "ioctl": (16, 29),
-    "prctl": (157, 167),
-    "socketpair": (53, 199),
-    "sendto": (44, 206),
-}
-"""Calls that are allowed for some arguments only: see `conditions`."""
 
 
 def give_up_rights(memory_mb: int, cpu_s: float, file_bytes: int, has_threads: bool) -> None:
@@ -123,8 +113,7 @@ def give_up_rights(memory_mb: int, cpu_s: float, file_bytes: int, has_threads: b
     _drop_capabilities()
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     if program is not None:
-        instructions = ctypes.create_string_buffer(program)
-        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_Program.of(instructions)))
+        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(_Program.of(program)))
 
 
 def hide_from_others() -> None:
@@ -142,49 +131,42 @@ def ask_before_threads() -> int | None:
         return None
     steps = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], 1, 0), _step(RETURN, ALLOW)]
     steps += [_step(LOAD, NUMBER), _step(EQUAL, CLONE3, 0, 1), _step(RETURN, NO_SUCH_CALL)]
-    clone = CONDITIONAL["clone"][list(ARCHITECTURES).index(machine)]
-    steps += [_step(EQUAL, clone, 1, 0), _step(RETURN, ALLOW)]
+    steps += [_step(EQUAL, NUMBERS[machine]["clone"], 1, 0), _step(RETURN, ALLOW)]
     steps += [_step(LOAD, FIRST), _step(ANY_BIT, CLONE_THREAD, 1, 0), _step(RETURN, ALLOW), _step(RETURN, ASK)]
-    instructions = ctypes.create_string_buffer(b"".join(steps))
+    program = _Program.of(b"".join(steps))
+    call = (SECCOMP[machine], SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    libc = ctypes.CDLL(None, use_errno=True)
-    made = libc.syscall(
-        ctypes.c_long(SECCOMP[machine]),
-        ctypes.c_ulong(SECCOMP_SET_MODE_FILTER),
-        ctypes.c_ulong(SECCOMP_FILTER_FLAG_NEW_LISTENER),
-        ctypes.byref(_Program.of(instructions)),
-    )
-    return None if made < 0 else made
+    try:
+        return _call("syscall", *map(ctypes.c_long, call), ctypes.byref(program))
+    except OSError:
+        return None
 
 
 class _Program(ctypes.Structure):
     """struct sock_fprog"""
 
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     @classmethod
-    def of(cls, instructions: Any) -> _Program:
-        """The buffer must outlive the result; `create_string_buffer` adds one byte."""
-        return cls((len(instructions) - 1) // 8, ctypes.addressof(instructions))
+    def of(cls, instructions: bytes) -> _Program:
+        return cls(len(instructions) // 8, instructions)
 
 
 def call_filter(machine: str, own_pid: int, has_threads: bool = True) -> bytes | None:
     """The seccomp filter as instructions of struct sock_filter; it refuses every call that is not allowed."""
     if machine not in ARCHITECTURES:
         return None
-    column = list(ARCHITECTURES).index(machine)
     steps = [_step(LOAD, ARCHITECTURE), _step(EQUAL, ARCHITECTURES[machine], 1, 0), _step(RETURN, REFUSE)]
     steps += [_step(LOAD, NUMBER), _step(AT_LEAST, X32_CALLS, 0, 1), _step(RETURN, REFUSE)]
-    for number in ALLOWED[machine].values():
-        steps += [_step(EQUAL, number, 0, 1), _step(RETURN, ALLOW)]
-    for name, cases in conditions(own_pid, has_threads).items():
-        steps += _allow_if(CONDITIONAL[name][column], cases)
+    limited = conditions(own_pid, has_threads)
+    for name, number in NUMBERS[machine].items():
+        steps += _allow_if(number, limited.get(name, [[]]))
     return b"".join([*steps, _step(AT_LEAST, NEW_CALLS, 0, 1), _step(RETURN, NO_SUCH_CALL), _step(RETURN, REFUSE)])
 
 
 def conditions(own_pid: int, has_threads: bool) -> dict[str, list[list[Any]]]:
-    """Call → cases. A case is a list of tests: offset, comparison, value, wanted result. The call is allowed
-    if all tests of one case hold."""
+    """Call → cases. A case is a list of tests: offset, comparison, value, wanted result. The call is allowed if all
+    tests of one case hold; a call without cases is refused."""
     itself = [[(FIRST, EQUAL, 0, True)]]
     thread = [(FIRST, ANY_BIT, CLONE_THREAD, True), (FIRST, ANY_BIT, 0xFFFFFFFF & ~THREAD_FLAGS, False)]
     return {
@@ -222,19 +204,21 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 def _drop_capabilities() -> None:
     """Drops root's rights to raise limits, create devices and read any process. Access to files stays."""
-    libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, of rights 0 to 31 and then of the others
     kept = (KEPT_RIGHTS, KEPT_RIGHTS, 0, 0, 0, 0)
-    if libc.capget(header, sets) != 0:
-        raise OSError(ctypes.get_errno(), "capget")
-    rights = (ctypes.c_uint32 * 6)(*(has & keep for has, keep in zip(sets, kept)))  # noqa: B905
-    if libc.capset(header, rights) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    _call("capget", header, sets)
+    _call("capset", header, (ctypes.c_uint32 * 6)(*(has & keep for has, keep in zip(sets, kept))))  # noqa: B905
 
 
 def _prctl(option: int, *arguments: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, *arguments, *[0] * (4 - len(arguments))) != 0:
+    _call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
+
+
+def _call(name: str, *arguments: object) -> int:
+    """Calls a function of libc."""
+    result = getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments)
+    if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result

@@ -19,12 +19,11 @@ MAX_MESSAGE = 16 << 20
 LETTERS = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
 CONTAINERS = {letter: kind for kind, letter in LETTERS.items()}
 SHARED = (int, float, str, bool, bytes, list, tuple, dict, set, frozenset, abs, len, max, min, repr, round, sorted, sum)
-SHARED_NAMES = {thing: thing.__name__.encode() for thing in SHARED}
+BY_NAME: dict[bytes, Any] = {thing.__name__.encode(): thing for thing in SHARED}
+BY_NAME |= {b"none": None, b"true": True, b"false": False}
 """Each side has these objects, so they are sent by name: `assert convert("1", int) == 1`."""
-BY_NAME = {name: thing for thing, name in SHARED_NAMES.items()}
-BUILTIN = type(len)
-CONSTANTS = {b"none": None, b"true": True, b"false": False}
-NAMES = {value: name for name, value in CONSTANTS.items()}
+NAMES = {thing: name for name, thing in BY_NAME.items()}
+NAMED_KINDS = (type(None), bool, type, type(len))
 CLOCK = ("hour", "minute", "second", "microsecond", "tzinfo")
 PARTS: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
     ("builtins", "range"): lambda value: (value.start, value.stop, value.step),
@@ -59,8 +58,6 @@ def _write(value: Any, out: Callable[[bytes], None], refer: Callable[[Any], int]
         for key, each in value.items():
             _write(key, out, refer)
             _write(each, out, refer)
-    elif value is None or kind is bool:
-        out(_head(b"c", len(NAMES[value])) + NAMES[value])
     elif kind in ATOMS:
         letter, text = ATOMS[kind]
         content = text(value)
@@ -71,8 +68,8 @@ def _write(value: Any, out: Callable[[bytes], None], refer: Callable[[Any], int]
 
 def _write_other(value: Any, out: Callable[[bytes], None], refer: Callable[[Any], int]) -> None:
     kind = type(value)
-    if kind in (type, BUILTIN) and value in SHARED_NAMES:
-        out(_head(b"n", len(SHARED_NAMES[value])) + SHARED_NAMES[value])
+    if kind in NAMED_KINDS and value in NAMES:
+        out(_head(b"n", len(NAMES[value])) + NAMES[value])
     elif (parts := _parts(value)) is not None:
         out(_head(b"v", 2 + len(parts)))
         for part in (kind.__module__, kind.__name__, *parts):
@@ -119,7 +116,6 @@ READERS: dict[bytes, Callable[[bytes], Any]] = {
     b"s": lambda content: content.decode("utf-8", "surrogatepass"),
     b"b": bytes,
     b"j": lambda content: complex(*map(float.fromhex, content.decode().split())),
-    b"c": CONSTANTS.__getitem__,
     b"n": BY_NAME.__getitem__,
 }
 
