@@ -1,13 +1,17 @@
 """Shared fixtures: small settings of the embedded task, and a run of them."""
 
 import gc
+import getpass
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small models gain nothing from a second thread
+# What vLLM compiles is compiled once, also by processes that have another folder for temporary files.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 import pytest
 
