@@ -1,13 +1,18 @@
 """Shared fixtures: small settings of the embedded task, and a run of them."""
 
 import gc
+import getpass
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: small models gain nothing from a second thread
+# What vLLM compiles is compiled once, also by processes that have another folder for temporary files.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 import pytest
 
@@ -16,6 +21,11 @@ from podium.settings.tables import Settings
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # a shell that starts the tests in the background has them ignored,
         signal.signal(number, usual)  # and so would every process that a test starts
+
+
+MEMORY, ENOUGH = Path("/dev/shm"), 4 << 30
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ENOUGH:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # runs wait for the disk at every commit
 
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,6 +82,39 @@ LONGEST = (
 of `make test` end at about the same time."""
 
 
+TOGETHER = {
+    "vllm": (
+        *("engine/test_contract.py", "engine/test_vllm_local.py", "engine/test_vllm_experts.py", "test_calibrate.py"),
+        *("engine/test_vllm_steps.py", "sync/test_faults.py", "sync/test_nccl.py", "assets/test_embedded.py"),
+        "test_export_vllm.py",
+    ),
+    "deepspeed": (
+        "runtime/test_trainers.py",
+        "runtime/test_ranks.py",
+        "trainer/test_sharded.py",
+        "trainer/test_ranks.py",
+    ),
+}
+"""Files that one process of `make test` runs one after the other: what they share takes long to import."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files to processes, as `--dist loadfile` does, but for those that belong together."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    group = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return group.get(file, file)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST)}
     here = Path(__file__).parent
@@ -85,11 +128,11 @@ def pytest_collection_finish() -> None:
 
 
 def small_tables(folder: Path, **run: Any) -> dict[str, Any]:
-    """A run of seconds: 4 prompts × 4 rollouts a step."""
+    """A run of seconds: 4 prompts × 4 rollouts a step. All rows of the data would take as long as the run."""
     return {
         "run": {"folder": str(folder), "steps": 4, "prompts_per_step": 4, "rollouts_per_prompt": 4, **run},
         "model": {"name": "embedded", "device": "cpu"},
-        "data": [{"name": "arithmetic"}],
+        "data": [{"name": "arithmetic", "max_rows": 1000}],
         "reward": [{"name": "arithmetic"}],
         "rollout": {"max_new_tokens": 24},
         "trainer": {"lr": 5e-4},

@@ -85,7 +85,7 @@ def test_a_group_that_became_too_old_is_sampled_again_and_trained_once(
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_rollouts_carry_two_versions_where_weights_change_in_flight(in_flight: bool, tmp_path: Path) -> None:
     settings = write_settings(tmp_path / "run", steps=12, max_lag=3, in_flight=in_flight)
-    engine = '[engine]\nname = "tests.dawdling:Unhurried"\nconcurrency = 12\n'  # a flight is written bit by bit
+    engine = '[engine]\nname = "tests.unhurried:Unhurried"\nconcurrency = 12\n'  # a flight is written bit by bit
     settings.write_text(settings.read_text() + engine)
     assert main(["train", str(settings)]) == 0
     spans = [last - first for first, last in (line["policy_version"] for line in ledger(tmp_path / "run"))]

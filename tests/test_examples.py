@@ -8,6 +8,7 @@ import pytest
 
 from podium.cli import main
 from podium.settings.tables import Settings
+from tests.commands import podium
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -24,10 +25,13 @@ def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path) -> None:
     small = ["--run.steps=2", "--run.prompts_per_step=2", "--run.rollouts_per_prompt=3", "--rollout.max_new_tokens=16"]
     others = ["--eval.data.max_rows=2", "--filter.accept=all", "--checkpoint.every=0", "--model.device=cpu"]
     tables = Settings.from_toml(EXAMPLES / "smollm2" / "settings.toml").to_dict()
-    tables["reward"] = [{"name": "tests.chaos.parts:even_tokens"}]  # sixteen tokens are too few for a right answer
+    tables["reward"] = [{"name": "tests.chaos.rewards:even_tokens"}]  # sixteen tokens are too few for a right answer
     settings = tmp_path / "settings.toml"
     settings.write_text(Settings.from_dict(tables).to_toml())
-    assert main(["train", str(settings), f"--run.folder={folder}", *small, *others, "--quiet"]) == 0
+    done = podium(
+        "train", str(settings), f"--run.folder={folder}", *small, *others, "--quiet"
+    )  # its memory goes with it
+    assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in steps if "loss/total" in line]
     assert len(trained) == 2

@@ -7,8 +7,6 @@ import threading
 import time
 
 import podium.run.checkpoint
-from podium.records import Prompt, Rollout
-from podium.reward.arithmetic import arithmetic
 from podium.run.checkpoint import write_checkpoint
 
 
@@ -30,8 +28,3 @@ def kill_in_save() -> None:
 def _die_after(seconds: float) -> None:
     time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_a_process(prompt: Prompt, rollout: Rollout) -> float:
-    """The arithmetic reward, scored in a worker process."""
-    return arithmetic(prompt, rollout)

@@ -10,6 +10,7 @@ from typing import Any
 
 import tomli_w
 
+from tests import forked_keepers
 from tests.commands import ROOT, fork_server
 
 MARK = "PODIUM_CHAOS_RUN"
@@ -38,7 +39,7 @@ class ChaosJobs:
     def start(self, job: dict[str, Any]) -> Callable[[], int]:
         """Begins a job; what it returns waits for its end. `pid` is the job's."""
         self._log.unlink(missing_ok=True)
-        environment = os.environ | {MARK: self.mark, **job.get("environment", {})}
+        environment = os.environ | {MARK: self.mark, forked_keepers.MARK: self.mark, **job.get("environment", {})}
         process = fork_server().start(
             stdout=self._log,
             stderr=self._log,
@@ -130,9 +131,10 @@ def _marked(mark: str) -> list[int]:
             try:
                 environment = (entry / "environ").read_bytes()
                 state = (entry / "stat").read_text().rpartition(") ")[2][0]
+                is_one = f"{MARK}={mark}".encode() in environment or forked_keepers.holds_mark(str(entry), mark)
             except OSError:  # gone in the meantime
                 continue
-            if f"{MARK}={mark}".encode() in environment and state != "Z":
+            if is_one and state != "Z":
                 found.append(int(entry.name))
     return found
 

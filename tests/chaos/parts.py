@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from podium import declare_range
 from podium.engine.inprocess import Inprocess
 from podium.errors import EngineError
 from podium.loss.grpo import grpo
 from podium.model.device_thread import on_device_thread
-from podium.records import Answer, Batch, PolicyLoss, Prompt, Request, Rollout
+from podium.records import Answer, Batch, PolicyLoss, Request
 from podium.stages import OnTokens
 from podium.trainer.single import Single
 
@@ -132,7 +131,7 @@ class TardyEngine(OrdinalEngine):
         self.traits = replace(self.traits, keeps_order=False)
 
     async def spoiled(self, ordinal: int, answer: Answer) -> Answer:
-        await asyncio.sleep(random.Random(answer.digest).uniform(0, 0.6))
+        await asyncio.sleep(random.Random(answer.digest).uniform(0, 0.3))
         return answer
 
 
@@ -179,9 +178,3 @@ def poisoned_loss(policy_logprobs: torch.Tensor, old_logprobs: torch.Tensor, bat
     say("poisons the loss")
     right = grpo(policy_logprobs, old_logprobs, batch)
     return replace(right, per_token=right.per_token * float("inf"))
-
-
-@declare_range(0.0, 1.0)
-def even_tokens(prompt: Prompt, rollout: Rollout) -> float:
-    """Differs within most groups, whatever is written, so that every step trains."""
-    return float(sum(rollout.token_ids) % 2 == 0)

@@ -30,7 +30,7 @@ RESUMES = 5
 def async_tables(folder: Path, **run: Any) -> dict[str, Any]:
     """2 prompts × 2 rollouts a step, each step an update, so that the policy version is the step."""
     tables = tiny_tables(folder, **{"max_lag": MAX_LAG, "rollouts_per_prompt": 2} | run)
-    reward = [{"name": "tests.chaos.parts:even_tokens"}]
+    reward = [{"name": "tests.chaos.rewards:even_tokens"}]
     return tables | {"filter": {"accept": "all"}, "rollout": {"max_new_tokens": 16}, "reward": reward}
 
 
@@ -81,7 +81,8 @@ class Assault:
     redispatched: int = 0
 
     def run(self, tables: dict[str, Any]) -> None:
-        job = {"arguments": ["train", write_tables(tables)]}
+        forked = {"prepare": ["tests.forked_keepers:instead_of_interpreters"]}
+        job = {"arguments": ["train", write_tables(tables)], **forked}
         steps = tables["run"]["steps"]
         ends = sorted(self.rng.randrange(steps // 8, steps - steps // 8) for _ in range(self.driver_kills))
         for end in [*ends, None]:
@@ -90,7 +91,7 @@ class Assault:
             self._strike(past, end)
             status = finish()
             assert status == (0 if end is None else -signal.SIGKILL), self.server.log
-            job = {"arguments": ["resume", str(self.folder)]}
+            job = {"arguments": ["resume", str(self.folder)], **forked}
 
     def _strike(self, past: int, end: int | None) -> None:
         """Workers, until the run is over or has made `end` steps; then it is killed."""
@@ -171,7 +172,7 @@ def test_r5_a_resume_with_finished_and_unfinished_groups_on_hand_draws_them_agai
         finish = server.start({"arguments": arguments})
         if number < RESUMES:
             wait_until(lambda enough=4 * number + 2: num_steps(run) >= enough)
-            time.sleep(rng.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.1))
             os.kill(server.pid, signal.SIGKILL)
         assert finish() == (-signal.SIGKILL if number < RESUMES else 0), server.log
         log, arguments = events(run)[past:], ["resume", str(run)]

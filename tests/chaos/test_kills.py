@@ -20,7 +20,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model": {"reference": {"alpha": 0.5, "every": 2}},
         "loss": {"name": "tests.chaos.parts:noisy_loss", "kl_beta": 0.05},
     },
-    "worker rewards": {"reward": [{"name": "tests.chaos.faults:in_a_process"}]},
+    "worker rewards": {"reward": [{"name": "tests.chaos.rewards:in_a_process"}]},
 }
 
 

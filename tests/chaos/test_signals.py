@@ -122,7 +122,7 @@ def test_r6_a_second_signal_ends_it_at_once(server: ChaosJobs, tmp_path: Path) -
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
 def test_r12_children_die_with_the_driver(kind: int, server: ChaosJobs, tmp_path: Path) -> None:
     """Reward workers and the command of a checkpoint."""
-    reward = [{"name": "tests.chaos.faults:in_a_process"}]
+    reward = [{"name": "tests.chaos.rewards:in_a_process"}]
     checkpoint = {"every": 1, "on_checkpoint": "echo sleeping; sleep 600"}
     settings = long_run(tmp_path / "run", reward=reward, checkpoint=checkpoint)
     finish = server.start({"arguments": ["train", settings]})

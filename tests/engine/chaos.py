@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import forked_keepers
 from tests.commands import Process, fork_server
 
 SETTINGS = """
@@ -27,6 +28,9 @@ max_new_tokens = 48
 lr = 1e-7
 [checkpoint]
 every = 0
+[[data]]
+name = "arithmetic"
+max_rows = 1000
 [[reward]]
 name = "arithmetic"
 [engine]
@@ -120,7 +124,7 @@ class Run:
 
     def processes(self) -> list[int]:
         """The driver, and all that have this run's temporary folder in their environment, or files open in it: a
-        process that writes a title for itself writes over its environment."""
+        process that writes a title for itself writes over its environment, and a forked one does not show it."""
         driver = self.process.pid if self.process.poll() is None else None
         mark, found = f"TMPDIR={self.tmp}".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
@@ -146,7 +150,7 @@ class Run:
 def _has_open(process: Path, folder: Path) -> bool:
     for link in (process / "fd").iterdir():
         with suppress(OSError):  # closed by now
-            if os.readlink(link).startswith(str(folder)):
+            if os.readlink(link).removeprefix("/memfd:").startswith(str(folder)):
                 return True
     return False
 
@@ -160,23 +164,29 @@ def _command(pid: int) -> str:
 
 
 @contextmanager
-def a_run(folder: Path, *flags: str, settings: str = SETTINGS) -> Iterator[Run]:
+def a_run(
+    folder: Path, *flags: str, settings: str = SETTINGS, is_fresh: bool = False, modules: tuple[str, ...] = ()
+) -> Iterator[Run]:
+    """`podium train`, forked from a process that has imported the `modules`. So is the process that forks a pool's
+    workers (tests/forked_keepers.py), unless it `is_fresh`: then that is an interpreter of its own, as for a user."""
+    has_pool = settings == SETTINGS and not is_fresh
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.toml").write_text(settings)
     with tempfile.TemporaryDirectory(prefix="pt-", dir="/tmp") as tmp:
         stderr = folder / "stderr"
-        process = fork_server().start(
+        process = fork_server(*modules).start(
             *("train", str(folder / "settings.toml"), "--quiet", f"--run.folder={folder / 'run'}", *flags),
             stdout=stderr,
             stderr=stderr,
-            environment=os.environ | {"TMPDIR": tmp},
+            environment=os.environ | {"TMPDIR": tmp, forked_keepers.MARK: tmp},
+            prepare=["tests.forked_keepers:instead_of_interpreters"] if has_pool else [],
         )
         run = Run(folder / "run", Path(tmp), process, stderr)
         try:
             yield run
         finally:
-            process.kill()
-            process.wait()
+            run.process.kill()
+            run.process.wait()
             for pid in run.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from podium.model.load import EMBEDDED
+from tests.commands import VLLM
 from tests.engine.chaos import LOCAL, Run, a_run
 from tests.server.serving import serving
 
@@ -50,15 +51,15 @@ def check_recovery(run: Run, limit_s: float) -> None:
 @pytest.mark.timeout(600)
 def test_a_hundred_kills_of_workers_change_nothing_in_the_ledger(tmp_path: Path) -> None:
     choice = random.Random(0)
-    with a_run(tmp_path / "killed", "--engine.replicas=[3, 3]", "--engine.max_redispatches=20") as run:
+    with a_run(tmp_path / "killed", "--engine.replicas=[4, 4]", "--engine.max_redispatches=20") as run:
         run.until(lambda: run.num_steps() > 0, 120)
         while len(run.kills) < KILLS:
             number = signal.SIGSTOP if len(run.kills) % STOP_EVERY == STOP_EVERY - 1 else signal.SIGKILL
             if len(run.unstruck()) > 1:
                 run.kill_one(choice, number)
-            time.sleep(choice.random() * 0.4)
+            time.sleep(choice.random() * 0.15)
             assert run.process.poll() is None, run.stderr.read_text()
-        run.until(lambda: len(run.events("worker_lost")) == KILLS and len(run.living()) == 3, 60)
+        run.until(lambda: len(run.events("worker_lost")) == KILLS and len(run.living()) == 4, 60)
         steps = run.num_steps() + 1
         run.until(lambda: run.num_steps() > steps, 60)  # and it goes on
         assert run.stop() == 143
@@ -77,7 +78,7 @@ def test_a_hundred_kills_of_workers_change_nothing_in_the_ledger(tmp_path: Path)
 @pytest.mark.parametrize("early", [True, False])
 def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, early: bool) -> None:
     """While the pool is starting, and while it is generating."""
-    with a_run(tmp_path) as run:
+    with a_run(tmp_path, is_fresh=early) as run:
         run.until(lambda: any(run.tmp.iterdir()) if early else run.num_steps() > 0, 120)
         if early:
             time.sleep(0.3)
@@ -158,7 +159,7 @@ def test_a_server_that_dies_is_done_without_and_one_that_comes_back_is_taken_aga
 def test_the_only_vllm_worker_is_killed_in_mid_rollout_and_the_next_one_freezes(tmp_path: Path) -> None:
     """As on a GPU (tests/gpu/test_engine_kills.py), less often."""
     flags = ("--engine.of=vllm_local", "--engine.member.eager=true", "--engine.replicas=[1, 1]")
-    with a_run(tmp_path, *flags) as run:
+    with a_run(tmp_path, *flags, modules=VLLM) as run:
         run.until(lambda: run.num_steps() > 0, 240)
         run.kill_in_mid_rollout()
         run.kill_one(random.Random(0), signal.SIGSTOP)

@@ -240,7 +240,7 @@ def is_of_another_test(pid: int) -> bool:
 @pytest.mark.parametrize("name", STUBBORN)
 def test_a_program_that_does_not_end_is_ended_and_the_next_case_runs(name: str, kind: Sandbox) -> None:
     program = "if input() == 'bad':\n" + textwrap.indent(textwrap.dedent(STUBBORN[name]).strip(), "    ")
-    limits = Limits(test_timeout_s=2.0, total_s=60.0, memory_mb=256)
+    limits = Limits(test_timeout_s=1.0, total_s=60.0, memory_mb=256)
     started = time.monotonic()
     assert run_with_inputs(f"{program}\nelse:\n    print('good')", ["bad", "good"], limits, kind) == [None, "good\n"]
     assert time.monotonic() - started < 55
