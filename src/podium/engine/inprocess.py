@@ -32,11 +32,10 @@ from podium.engine.decoding.plain import PackedLinear, PlainDecoder, pack_layers
 from podium.engine.decoding.queue import Arrivals, Decoder, Outcome, RequestQueue, check_room, decode_now
 from podium.engine.decoding.trial import captured_gap, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.model.device_thread import SHARED, beside_the_trainer
-from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
-from podium.model.forward import sequence_logprobs
+from podium.model.evidence import Held, Shown, branch_input, branch_views, named_trained, shown
+from podium.model.forward import ExactLinear, is_plain_linear, sequence_logprobs
 from podium.model.handoff import read_published
 from podium.model.load import Policy
-from podium.model.products import ExactLinear, is_plain_linear
 from podium.model.self_check import SMALL_TOLERANCE, tolerance
 from podium.records import Answer, EngineTraits, PrefixGroup, Request, Sampling
 from podium.stages import OnTokens
@@ -94,7 +93,7 @@ class Inprocess:
         )
         self._concurrency, self._cache_bytes = concurrency, cache_bytes
         self._max_context_tokens = policy.max_context_tokens
-        self._scale = policy.adapter_scale if policy.peft is not None else 0.0
+        self._scale = policy.adapter_scale
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
         self._laid: dict[str, Halves] = {}
@@ -107,7 +106,7 @@ class Inprocess:
             self._model.tie_weights()
         ranks = {
             name.rpartition(".lora_")[0]: getattr(a, "ds_shape", a.shape)[0]  # ZeRO-3 leaves a placeholder of size 0
-            for name, a in policy.named_trained()
+            for name, a in named_trained(policy.model)
             if name.endswith(".lora_A")
         }
         self._adapted = list(ranks)

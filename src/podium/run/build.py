@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from podium.errors import CheckpointError, InputError, WeightsError
+from podium.model.evidence import named_trained
 from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
 from podium.model.load import Policy
 from podium.records import RunState
@@ -41,7 +42,7 @@ from podium.run.folder import Ledger, RunFolder
 from podium.settings.refusals import of_first_version
 from podium.settings.tables import Settings
 from podium.terminal import warn
-from podium.trainer._optimizer import rate_at
+from podium.trainer import rate_at
 
 CLASS_TABLE = """
 free    run.steps run.epochs
@@ -346,7 +347,7 @@ def _adapter_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
             raise InputError(f"it has {key} = {given[key]!r}, and this run scales every layer by alpha / r")
     found = load_file(folder / "adapter_model.safetensors")
     found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
-    own = dict(policy.named_trained())
+    own = dict(named_trained(policy.model))
     # Names and numbers. The trainer knows the shapes: where weights are spread over ranks, a parameter here does not.
     check_weights(found, {name: found.get(name, parameter) for name, parameter in own.items()}, folder.name)
     names = {id(parameter): name for name, parameter in policy.trained_parameters().items()}

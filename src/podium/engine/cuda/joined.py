@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from podium.model.products import ExactLinear, exact_linear
+from podium.model.forward import ExactLinear, exact_linear
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module with one input, in the order in which transformers' models call them."""

@@ -24,8 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from podium.engine.decoding.queue import Arrivals, Job, Outcome
 from podium.engine.decoding.sampling import Kind, RowSampling, draw, kind_of
-from podium.model.forward import capped, decoder_states, head_weight, logits_of, softcap
-from podium.model.products import is_plain_linear
+from podium.model.forward import capped, decoder_states, head_weight, is_plain_linear, logits_of, softcap
 
 LEAVE_SHARE = 0.25
 """Finished slots leave the batch only when they are this share of it, because leaving copies the cache."""
