@@ -21,8 +21,8 @@ from _end_to_end_gpu import SYSTEM_TURN, WORKLOADS, config_of, now, versions
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from podium.model.forward import ExactLinear, keep_exact_sums
 from podium.model.hub import smollm2_folder
-from podium.model.products import ExactLinear, keep_exact_sums
 
 RESULTS = Path(__file__).parent / "results" / "mismatch_floor_cpu.json"
 NUM_ORDERS = 3

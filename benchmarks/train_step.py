@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from podium.loss.grpo import grpo
 from podium.loss.objective import Correction, Objective
 from podium.model import attention
-from podium.model.products import keep_exact_sums
+from podium.model.forward import keep_exact_sums
 from podium.pack import pack
 from podium.records import Group, Prompt, Rollout, ids_digest
 from podium.trainer.single import Single

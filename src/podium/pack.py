@@ -1,8 +1,8 @@
 """Stage 5: groups to batches of at most `max_tokens_per_batch` tokens.
 
 A document is a prompt and one answer. Documents are placed longest first into the fullest batch that still has room
-(best fit); one that is longer than the limit becomes a batch of its own. Nothing is dropped but rollouts without a
-reward or without a loss token. After packing every tensor is flat over tokens, `[T]`.
+(best fit); one that is longer than the limit becomes a batch of its own. Only rollouts without a reward or without a
+loss token are dropped. After packing every tensor is flat over tokens, `[T]`.
 
 Ranks work in step, so each must get as many batches as the others, of about as many tokens. With several ranks the
 documents are therefore spread over the batches instead of filling one after the other.
@@ -54,11 +54,11 @@ def pack(
     shared_prefix: bool = False,
     ranks: int = 1,
 ) -> list[Batch]:
-    """The batches of a step, update by update; each knows its update's totals, so that averages are over all of it.
+    """The batches of a step, update by update; each has its update's totals, so that averages are over the update.
 
     A group is never divided between two updates; with fewer groups than `minibatches` there are fewer updates.
     `shared_prefix`: a prompt counts once for all its answers in a batch, which therefore stay together. Rank r takes
-    `batches[r::ranks]`: in every update as many as the others, where need be a spare one that trains nothing.
+    `batches[r::ranks]`. In every update all ranks get the same number, if necessary with a batch that trains nothing.
     """
     batches: list[Batch] = []
     for number in range(minibatches):
@@ -120,17 +120,17 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def even_bins(lengths: Sequence[int], room: int, ranks: int, at_least: int) -> list[list[int]]:
-    """Indices by bin, rank r's being `bins[r::ranks]`; a bin is empty where there is nothing left to put into it.
+    """Indices by bin; rank r gets `bins[r::ranks]`. A bin is empty if there is nothing left to put into it.
 
-    Every rank has the same number of bins, the smallest that gives `at_least` in all and that the documents fit into;
-    the ranks' tokens differ by no more than the longest document.
+    Every rank has the same number of bins: the smallest that gives `at_least` bins in total and that the documents fit
+    into. The ranks' tokens differ by no more than the longest document.
     """
     per_rank = -(-at_least // ranks)
     while (bins := spread(lengths, room, per_rank * ranks)) is None:
         per_rank += 1
     held = [0] * ranks
     dealt: list[list[int]] = []
-    while bins:  # a round: the fullest bins left, the fuller the bin the emptier the rank that gets it
+    while bins:  # a round: of the fullest bins that are left, the rank with the fewest tokens gets the fullest one
         by_need = sorted(range(ranks), key=lambda rank: held[rank])
         hand = dict(zip(by_need, bins[:ranks], strict=True))
         dealt += [hand[rank] for rank in range(ranks)]
@@ -140,7 +140,7 @@ def even_bins(lengths: Sequence[int], room: int, ranks: int, at_least: int) -> l
 
 
 def spread(lengths: Sequence[int], room: int, count: int) -> list[list[int]] | None:
-    """Indices by bin, the fullest first: longest first into the emptiest of `count` bins; None if one overflows."""
+    """Indices by bin, the fullest bin first; None if a bin overflows. The longest go first, into the emptiest bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -198,6 +198,6 @@ def to_batch(
 
 
 def _spread(documents: Sequence[Document], of_answer: Callable[[Document], Sequence[float]]) -> np.ndarray:
-    """float32 `[T]`: one value a token of the answers, 0 on the prompts."""
+    """float32 `[T]`: one value per token of the answers, 0 on the prompts."""
     values = [part for d in documents for part in (np.zeros(len(d.prompt.token_ids)), of_answer(d))]
     return np.concatenate(values).astype(np.float32)

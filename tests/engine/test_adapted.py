@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from podium.engine.decoding.linear import AdaptedLinear
-from podium.model.products import ExactLinear
+from podium.model.forward import ExactLinear
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Linear, ExactLinear])

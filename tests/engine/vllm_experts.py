@@ -42,7 +42,7 @@ def main(kind: str, folder: str) -> None:
     policy = load_policy(Model.model_validate({**table, "lora": False}), seed=0)
     engine = VllmLocal(policy, eager=True, max_context_tokens=96)
     with torch.no_grad():
-        for _, parameter in policy.named_trained():
+        for _, parameter in policy.named_weights():
             parameter.add_(0.02 * torch.randn(parameter.shape))
     ids = list(range(3, 40))
     asyncio.run(engine.load_weights(policy.named_weights(), 0))

@@ -9,7 +9,7 @@ import torch
 from podium.cli import main
 from podium.model.forward import place, policy_logprobs
 from podium.records import Batch
-from podium.trainer._optimizer import check_optimizer
+from podium.trainer import check_optimizer
 from tests.conftest import small_tables
 from tests.model.test_attention import DOCUMENTS, SHAPES, a_batch, a_model
 from tests.trainer.test_optimizer import assert_it_goes_on_bit_for_bit, needs_bitsandbytes

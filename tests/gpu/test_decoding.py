@@ -20,9 +20,8 @@ from podium.engine.cuda.roster import ladder
 from podium.engine.decoding.queue import RequestQueue
 from podium.engine.inprocess import Inprocess
 from podium.model import attention
-from podium.model.forward import sequence_logprobs
+from podium.model.forward import keep_exact_sums, sequence_logprobs
 from podium.model.load import Policy, load_policy, twin_of
-from podium.model.products import keep_exact_sums
 from podium.records import Answer, PrefixGroup, Request, Sampling
 from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model

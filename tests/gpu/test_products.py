@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from podium.model.products import ExactLinear
+from podium.model.forward import ExactLinear
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

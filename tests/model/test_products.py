@@ -7,10 +7,9 @@ from torch.nn.functional import linear
 
 from podium.engine.decoding.linear import AdaptedLinear
 from podium.engine.inprocess import Inprocess
-from podium.model import products
-from podium.model.forward import sequence_logprobs
+from podium.model import forward
+from podium.model.forward import ExactLinear, exact_product, keep_exact_sums, products_dtype, sequence_logprobs
 from podium.model.load import load_policy, twin_of
-from podium.model.products import ExactLinear, exact_product, keep_exact_sums, products_dtype
 from podium.settings.tables import Model
 from tests.model.test_attention import SHAPES, a_model
 
@@ -75,7 +74,7 @@ def test_the_gradient_of_frozen_weights_is_not_computed(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = layer(x).sum()
     asked = []
-    monkeypatch.setattr(products, "exact_product", lambda *factors: asked.append(factors))
+    monkeypatch.setattr(forward, "exact_product", lambda *factors: asked.append(factors))
     made.backward()
     assert not asked
     assert x.grad is not None

@@ -51,7 +51,7 @@ class Moving:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for _, parameter in self.policy.named_trained():
+        for _, parameter in self.policy.named_weights():
             parameter.add_(lr * torch.randn(parameter.shape, generator=self._random, device=parameter.device).sign())
 
 

@@ -22,7 +22,7 @@ async def found(dtype: str) -> dict[str, Any]:
     async def push(name: str, change: Any) -> None:
         nonlocal version
         with torch.no_grad():
-            for _, parameter in policy.named_trained():
+            for _, parameter in policy.named_weights():
                 parameter.add_(1e-7)
         sent = dict(policy.named_weights())
         await engine.load_weights(change(sent).items(), version)

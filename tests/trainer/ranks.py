@@ -9,6 +9,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from podium.loss.dapo import dapo
 from podium.loss.grpo import grpo
 from podium.loss.gspo import gspo
 from podium.loss.objective import Correction, Objective
-from podium.model.forward import PlacedBatch, place
+from podium.model.forward import PlacedBatch
 from podium.pack import pack
 from podium.records import Batch, Group, Prompt, Rollout, ids_digest
-from podium.trainer._update import check_ids, gradients_of_update, sum_gradients, sum_over_ranks, together
+from podium.trainer.single import Single
 from tests.commands import ROOT, ForkServer, fork_server
 
 OBJECTIVES = {
@@ -51,6 +52,7 @@ class Tiny(torch.nn.Module):
         self.rare = values(VOCABULARY)
         """Takes part where a batch holds the token `RARE` only, so that a rank may have no gradient for it."""
         self.unused = values(3)
+        self.dtype = torch.float64
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         previous = batch.token_ids.roll(1)
@@ -92,36 +94,30 @@ class Example:
         return pack(groups, max_tokens_per_batch=self.limit, temperature=0.8, ranks=ranks)
 
 
+class TinyTrainer(Single):
+    """The trainer around `Tiny`."""
+
+    def __init__(self, objective: Objective, trouble: str) -> None:
+        model: Any = Tiny()
+        device, trained = torch.device("cpu"), dict(model.named_parameters())
+        policy: Any = SimpleNamespace(model=model, peft=None, device=device, trained_parameters=lambda: trained)
+        super().__init__(policy, objective, compile=False, lr=1e-3)
+        self._trouble = trouble
+
+    def _logprobs(self, placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._trouble == "no memory" or (self._trouble == "memory" and placed.batch.num_documents > 1):
+            raise torch.OutOfMemoryError("too large")
+        return self._model(placed.batch)
+
+
 def update(example: Example, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     """Gradients and metrics of the example's step, as plain numbers."""
-    model, objective = Tiny(), OBJECTIVES[example.objective]
     trouble = example.trouble if rank == 1 else ""
-    mine = [_prepared(batch, trouble) for batch in example.batches(ranks)[rank::ranks]]
-    together(lambda: [check_ids(batch) for batch in mine], torch.device("cpu"))
-    placed = [place_on_cpu(batch) for batch in objective.prepare(mine, sum_over_ranks)]
-
-    def logprobs_of(placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        if trouble == "no memory" or (trouble == "memory" and placed.batch.num_documents > 1):
-            raise torch.OutOfMemoryError("too large")
-        return model(placed.batch)
-
-    made: Any = gradients_of_update(
-        logprobs_of,
-        place_on_cpu,
-        list(model.parameters()),
-        placed,
-        objective,
-        0,
-        lambda loss, is_last: loss.backward(),
-        lambda: sum_gradients(model.parameters()),
-    )
-    metrics, halvings = made
-    gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in model.named_parameters()}
-    return {"metrics": metrics, "gradients": gradients, "halvings": halvings}
-
-
-def place_on_cpu(batch: Batch) -> PlacedBatch:
-    return place(batch, torch.device("cpu"))
+    trainer = TinyTrainer(OBJECTIVES[example.objective], trouble)
+    placed = trainer._prepare([_prepared(batch, trouble) for batch in example.batches(ranks)[rank::ranks]])
+    metrics = trainer._gradients(placed, [])
+    gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in trainer._parameters.items()}
+    return {"metrics": metrics, "gradients": gradients, "halvings": trainer._halvings}
 
 
 def _prepared(batch: Batch, trouble: str) -> Batch:

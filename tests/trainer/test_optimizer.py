@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from podium.cli import main
 from podium.errors import CheckpointError, InputError
-from podium.trainer._optimizer import (
+from podium.trainer import (
     check_optimizer,
     load_optimizer_state,
     make_optimizer,
@@ -33,6 +33,10 @@ def some_parameters(device: str = "cpu") -> dict[str, torch.nn.Parameter]:
     return {name: torch.nn.Parameter(torch.randn(s, generator=random).to(device)) for name, s in shapes.items()}
 
 
+def on_its_device(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return whole.to(parameter.device)
+
+
 def walk(
     name: str, steps: int, *, device: str = "cpu", resume_at: int | None = None
 ) -> tuple[torch.optim.Optimizer, dict[str, torch.nn.Parameter]]:
@@ -43,7 +47,7 @@ def walk(
         if number == resume_at:
             saved = {key: tensor.cpu().clone() for key, tensor in optimizer_state(optimizer, parameters)}
             optimizer = make_optimizer(parameters, name, **OPTIONS)
-            load_optimizer_state(optimizer, parameters, saved)
+            load_optimizer_state(optimizer, parameters, saved, on_its_device)
         random = torch.Generator().manual_seed(number)
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=random).to(device)
@@ -67,7 +71,7 @@ def test_an_optimizer_goes_on_from_its_state_bit_for_bit(name: str) -> None:
 
 def test_a_state_from_before_the_first_step_takes_the_moments_of_later_ones_away() -> None:
     optimizer, parameters = walk("adamw", 2)
-    load_optimizer_state(optimizer, parameters, {})
+    load_optimizer_state(optimizer, parameters, {}, on_its_device)
     assert dict(optimizer_state(optimizer, parameters)) == {}
 
 

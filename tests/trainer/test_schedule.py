@@ -1,6 +1,6 @@
 import pytest
 
-from podium.trainer._optimizer import rate_at
+from podium.trainer import rate_at
 
 
 def rates(steps: int, **options) -> list[float]:

@@ -22,7 +22,6 @@ from podium.records import Batch, Group, Prompt, ReferenceSettings, Rollout, ids
 from podium.settings.lookup import choices, find
 from podium.settings.tables import Model
 from podium.trainer import single as single_module
-from podium.trainer._update import gradients_of_update
 from podium.trainer.single import Single
 from tests.broken import own_denominator
 
@@ -455,8 +454,7 @@ def test_a_spare_batch_adds_exactly_nothing(name: str, average: Any) -> None:
     """Whatever the loss: no bit of gradient or metrics, also not of the KL and the correction."""
     loss = find("loss", name)
     correction = Correction(traits_of(loss).correction_level)
-    objective = Objective(loss, average, correction=correction, kl_beta=0.1)
-    trainer = a_trainer()
+    trainer = a_trainer(loss=Objective(loss, average, correction=correction, kl_beta=0.1))
     made = []
     for batch in pack([a_group(trainer, 2)], max_tokens_per_batch=99, temperature=1.0, ranks=3):
         placed = trainer._place(batch)
@@ -465,16 +463,7 @@ def test_a_spare_batch_adds_exactly_nothing(name: str, average: Any) -> None:
     assert [len(placed.row.loss_places) > 0 for placed in made] == [True, True, False]
 
     def gradients(batches: list[PlacedBatch]) -> tuple[dict[str, float], torch.Tensor]:
-        metrics, _ = gradients_of_update(
-            trainer._logprobs,
-            trainer._place,
-            trainer._parameters.values(),
-            batches,
-            objective,
-            0,
-            trainer._backward,
-            lambda: None,
-        )
+        metrics = trainer._gradients(batches, [])
         return metrics, torch.cat([p.grad.flatten() for p in trainer._parameters.values()])
 
     (without, gradient), (metrics, same) = gradients(made[:2]), gradients(made)
@@ -555,7 +544,7 @@ def test_layers_are_compiled_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> No
     assert not fused.is_compiled(SimpleNamespace(device=cuda, dtype=torch.float32))
 
 
-def test_the_steps_statistics_by_hand() -> None:
+def test_the_steps_statistics_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logprobs that differ from the sampler's by ln 1.05, ln 1.2 and ln 0.8, and from the reference's by 0.5."""
     gaps = [math.log(1.05), math.log(1.2), math.log(0.8)]
     trainer = a_trainer(loss=Objective(grpo, correction=Correction(sequence_band=None, band=1.22), kl_beta=0.1))
@@ -568,16 +557,8 @@ def test_the_steps_statistics_by_hand() -> None:
     rollout = torch.zeros_like(mask).index_copy(0, places, torch.full((3,), -1.0))
     placed = placed.with_fields(rollout_logprobs=rollout, reference_logprobs=(logprobs.detach() - 0.5) * mask)
     entropy = 2.0 * mask
-    metrics, _ = gradients_of_update(
-        lambda _: (logprobs, entropy),
-        trainer._place,
-        trainer._parameters.values(),
-        [placed],
-        trainer._loss,
-        0,
-        trainer._backward,
-        lambda: None,
-    )
+    monkeypatch.setattr(trainer, "_logprobs", lambda _: (logprobs, entropy))
+    metrics = trainer._gradients([placed], [])
     assert metrics["policy/entropy"] == pytest.approx(2.0)
     assert metrics["mismatch/outside_share"] == pytest.approx(2 / 3)  # 1.2 is above 1.1 and 0.8 below 0.9
     assert metrics["mismatch/masked_share"] == pytest.approx(1 / 3)  # 0.8 is below 1/1.22 = 0.82

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from podium.model.device_thread import one_team
+from podium.model.forward import products_dtype
 from podium.model.handoff import publish, remove_published
 from podium.model.load import Policy
-from podium.model.products import products_dtype
 from podium.settings.contracts import checked, user_code
 from podium.settings.lookup import find, option_fields
 from podium.settings.tables import Settings

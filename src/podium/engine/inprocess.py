@@ -38,11 +38,19 @@ from podium.engine.decoding.sampling import Kind, RowSampling, draw, kind_of
 from podium.engine.decoding.trial import captured_gap, gaps, refuse_gap, refusing_to_decode, small_gap, small_policy
 from podium.errors import first_line
 from podium.model.device_thread import SHARED, beside_the_trainer
-from podium.model.evidence import Held, Shown, branch_input, branch_views, shown
-from podium.model.forward import capped, decoder_states, head_weight, logits_of, sequence_logprobs, softcap
+from podium.model.evidence import Held, Shown, branch_input, branch_views, named_trained, shown
+from podium.model.forward import (
+    ExactLinear,
+    capped,
+    decoder_states,
+    head_weight,
+    is_plain_linear,
+    logits_of,
+    sequence_logprobs,
+    softcap,
+)
 from podium.model.handoff import read_published
 from podium.model.load import Policy
-from podium.model.products import ExactLinear, is_plain_linear
 from podium.model.self_check import SMALL_TOLERANCE, tolerance
 from podium.records import Answer, EngineTraits, PrefixGroup, Request, Sampling
 from podium.stages import OnTokens
@@ -100,7 +108,7 @@ class Inprocess:
             keeps_order=self._device.type == "cpu",
         )
         self._max_context_tokens = policy.max_context_tokens
-        self._scale = policy.adapter_scale if policy.peft is not None else 0.0
+        self._scale = policy.adapter_scale
         self._base: dict[str, torch.Tensor] = {}
         """Under LoRA: the untouched weights of the adapted layers."""
         self._applied: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -109,7 +117,7 @@ class Inprocess:
             self._copy_weights()
         ranks = {
             name.rpartition(".lora_")[0]: getattr(a, "ds_shape", a.shape)[0]  # ZeRO-3 leaves a placeholder of size 0
-            for name, a in policy.named_trained()
+            for name, a in named_trained(policy.model)
             if name.endswith(".lora_A")
         }
         self._adapted = list(ranks)

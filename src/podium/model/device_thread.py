@@ -12,7 +12,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -64,42 +64,35 @@ class DeviceThread:
         The thread continues with the next item by itself, so a slow consumer or a busy event loop does not make the
         device wait. Other calls of this thread run between two items.
         """
-        loop, made, stopped = asyncio.get_running_loop(), asyncio.Queue[T](), threading.Event()
-        ended: asyncio.Future[None] = loop.create_future()
+        loop, made, stopped = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
-        def make() -> T:
-            with self.busy:
-                return _END if stopped.is_set() else next(items, _END)
-
-        def ask() -> None:
-            self._pool.submit(make).add_done_callback(hand_over)
-
-        def hand_over(done: Future[T]) -> None:
-            failure = done.exception()
-            item = done.result() if failure is None else _END
-            with suppress(RuntimeError):  # the loop is closed, which ends this
-                loop.call_soon_threadsafe(take, item, failure)
+        def make() -> None:
+            """Makes an item, hands it to the event loop, and asks for the next one."""
+            try:
+                with self.busy:
+                    item = _END if stopped.is_set() else next(items, _END)
+                loop.call_soon_threadsafe(made.put_nowait, (item, None))
                 if item is not _END:
-                    try:
-                        ask()
-                    except RuntimeError as closed:
-                        loop.call_soon_threadsafe(take, _END, closed)
+                    self._pool.submit(make)
+            except BaseException as error:
+                with suppress(RuntimeError):  # the loop is closed, which ends this
+                    loop.call_soon_threadsafe(made.put_nowait, (_END, error))
 
-        def take(item: T, failure: BaseException | None) -> None:
-            made.put_nowait(item)
-            if failure is not None:
-                ended.set_exception(failure)
-            elif item is _END:
-                ended.set_result(None)
-
-        ask()
+        item: Any = None
+        self._pool.submit(make)
         try:
-            while (item := await made.get()) is not _END:
-                yield item
-            await ended  # raises the iterator's error
+            while item is not _END:
+                item, failure = await made.get()
+                if failure is not None:
+                    raise failure
+                if item is not _END:
+                    yield item
         finally:
             stopped.set()
-            await asyncio.wait([ended], timeout=STAND_STILL_S)  # a thread that is stuck does not keep the caller
+            with suppress(TimeoutError):  # a thread that is stuck does not keep the caller
+                async with asyncio.timeout(STAND_STILL_S):
+                    while item is not _END:
+                        item, _ = await made.get()
 
     def set_team(self, threads: int) -> None:
         """Sets how many CPU threads work on a call."""

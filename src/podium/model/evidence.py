@@ -1,4 +1,4 @@
-"""Exact proof that an engine holds the trainer's weights.
+"""The names of the trained weights, and exact proof that an engine holds them.
 
 Logprobs cannot prove it: at a small learning rate a step changes them by less than bfloat16 rounding. So an engine
 shows the tensors that it samples with (`Held`), in its own precision: the two halves of each adapter, the scale and the
@@ -8,7 +8,7 @@ every device computes the same; the host waits for the device once. `mean_gap` a
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean
@@ -25,6 +25,16 @@ CANCELLED = 0.2
 """For that tolerance, a branch's output counts as at least this share of its usual norm."""
 NUM_VIEWS = 4
 """How many numbers represent one output of a branch: sums with fixed signs."""
+
+
+def named_trained(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The parameters that an engine loads, by name; an adapter's are `<layer>.lora_A` and `<layer>.lora_B`."""
+    adapted = [(name, each) for name, each in model.named_modules() if "default" in getattr(each, "lora_A", ())]
+    if not adapted:
+        yield from model.named_parameters()
+    for name, module in adapted:
+        yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,union-attr]
+        yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,union-attr]
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Held:
     """What an engine holds, read from its own tensors after a load."""
 
     shown: Mapping[str, Shown]
-    """By the names of `Policy.named_weights`."""
+    """By the names of `named_trained`."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """The adapter's scale, per adapted layer."""
     branches: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Sends weights to an engine that reads them from a folder.
 
 `publish` writes a folder that PEFT or transformers could load too. Last, it writes `<id>.json` next to the folder, with
-the length and sha256 of each file: an id without that file does not exist yet. `read_published` returns the tensors
-under the names of `Policy.named_weights`. It rejects damaged files, other shapes and values that are not finite before
-an engine sees any of them.
+the length and sha256 of each file: an id without that file does not exist yet. `read_published` returns the tensors by
+the names of `evidence.named_trained`. It rejects damaged files, other shapes and values that are not finite before an
+engine sees any of them.
 """
 
 import hashlib
@@ -60,20 +60,23 @@ def in_saved_format(model: PreTrainedModel, weights: Named) -> Named:
 
 
 def write_adapter(folder: Path, config: Any, weights: Named) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` with PEFT's names, and nothing else."""
+    """Writes what PEFT would write: `adapter_config.json` and `adapter_model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {f"{PEFT_PREFIX}{name}{PEFT_SUFFIX}": tensor for name, tensor in _on_cpu(weights).items()}
-    save_file(named, folder / "adapter_model.safetensors")
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    (folder / "adapter_config.json").write_text(json.dumps(plain, default=str))
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    saved = config.to_dict() | {"inference_mode": True}
+    (folder / "adapter_config.json").write_text(json.dumps(saved, indent=2, sort_keys=True, default=str))
 
 
-def save_gathered(folder: Path, policy: Policy, weights: Named) -> None:
-    """Saves a model whose weights are sharded, for users: an adapter folder or a model folder."""
+def save_model(folder: Path, policy: Policy, gathered: Named | None = None) -> None:
+    """Saves the result for the user: a model folder, or an adapter folder.
+
+    `gathered`: the whole tensors, if the model itself holds only parts of them.
+    """
     if policy.peft is not None:
-        write_adapter(folder, policy.peft.peft_config["default"], weights)
+        write_adapter(folder, policy.peft.peft_config["default"], gathered or policy.named_weights())
         return
-    policy.model.save_pretrained(folder, state_dict=dict(weights))
+    policy.model.save_pretrained(folder, state_dict=None if gathered is None else dict(gathered))
     policy.tokenizer.save_pretrained(folder)
 
 

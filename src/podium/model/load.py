@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -23,10 +23,9 @@ from transformers.utils import logging as transformers_logging
 from podium.errors import CheckpointError, InputError
 from podium.model import attention
 from podium.model.device_thread import seed_all
-from podium.model.evidence import weights_digest
-from podium.model.forward import head_weight, max_context_tokens, text_config
+from podium.model.evidence import named_trained, weights_digest
+from podium.model.forward import head_weight, is_plain_linear, keep_exact_sums, max_context_tokens, text_config
 from podium.model.hub import hub_is_reachable, smollm2_folder
-from podium.model.products import is_plain_linear, keep_exact_sums
 from podium.model.self_check import ADVICE, check_model
 
 # PEFT imports bitsandbytes if it is installed, which then warns about a 4-bit kernel that nothing here uses.
@@ -53,17 +52,13 @@ class Policy:
     """Folder or hub name of the base weights."""
     small: PreTrainedModel | None = None
     """A small model of the same architecture, on which engines check themselves; see `self_check`."""
+    adapter_scale: float = 0.0
+    """alpha / r; 0 without an adapter."""
 
     @property
     def vocabulary(self) -> int:
         """Number of ids that the model can write; more than the tokenizer has if the embedding table is padded."""
         return head_weight(self.twin).shape[0]  # the model's own may be sharded over ranks
-
-    @property
-    def adapter_scale(self) -> float:
-        """alpha / r."""
-        config = self.peft.peft_config["default"]
-        return config.lora_alpha / config.r
 
     def separate_twin(self, keep: bool = True) -> None:
         """Gives the twin its own weights, or none at all, before the model's weights are sharded over ranks."""
@@ -96,28 +91,9 @@ class Policy:
         for name, parameter in own.items():
             parameter.copy_(tensors[f"weights.{name}"])
 
-    def save(self, folder: str) -> None:
-        """Saves the result for the user: a model folder, or an adapter folder."""
-        if self.peft is None:
-            self.model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
-        else:
-            self.peft.save_pretrained(folder)
-            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
-
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that an engine loads, under the names of `named_trained`."""
-        return ((name, parameter.detach()) for name, parameter in self.named_trained())
-
-    def named_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by name, or an adapter's as `<layer>.lora_A` and `<layer>.lora_B`."""
-        if self.peft is None:
-            yield from self.model.named_parameters()
-            return
-        for name, module in self.model.named_modules():
-            if hasattr(module, "lora_A") and "default" in module.lora_A:  # type: ignore[operator]
-                yield f"{name}.lora_A", module.lora_A["default"].weight  # type: ignore[index,misc]
-                yield f"{name}.lora_B", module.lora_B["default"].weight  # type: ignore[index,misc]
+        """The weights that an engine loads, by the names of `named_trained`."""
+        return ((name, parameter.detach()) for name, parameter in named_trained(self.model))
 
 
 @dataclass(frozen=True)
@@ -131,13 +107,10 @@ class Reader:
 def load_reader(settings: Any) -> Reader:
     """`settings` is the `[model]` section; no weights are read."""
     source = model_folder(settings.name)
-
-    def load() -> Reader:
+    with _load_errors(settings.name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-        return Reader(tokenizer, max_context_tokens(config))
-
-    return _loading(settings.name, load)
+    return Reader(tokenizer, max_context_tokens(config))
 
 
 def refuse_other_weights(tensors: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Size]) -> None:
@@ -154,17 +127,30 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
     seed_all(seed)
     device = choose_device(settings.device)
     is_adapter = weights is not None and (weights / "adapter_config.json").is_file()
-    source = weights if weights is not None and not is_adapter else model_folder(settings.name)
-    model, tokenizer = _load(str(source), settings, device)
-    _refuse_larger_tokenizer(model, tokenizer, settings.name)
+    source = str(weights) if weights is not None and not is_adapter else model_folder(settings.name)
+    with _load_errors(settings.name):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=weights_dtype(settings, device),
+            attn_implementation=attention.NAME,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,  # never a pickle
+        ).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise InputError(
+            f"model.name = {settings.name!r}: the tokenizer has {len(tokenizer)} tokens and the model {rows}"
+        )
     keep_exact_sums(model)
     small = check_model(model, settings.name)
     _warn_of_shorter_context(model.config, settings.name)
     twin = twin_of(model)
-    peft = None
+    peft, adapter_scale = None, 0.0
     if is_adapter or settings.lora is not False:
-        peft = _load_adapter(model, weights) if is_adapter else _add_adapter(model, settings.lora)
-        _order_names(peft.peft_config["default"])
+        peft = _with_adapter(model, settings.lora, weights if is_adapter else None)
+        config = peft.peft_config["default"]
+        adapter_scale = config.lora_alpha / config.r
     model.eval()
     return Policy(
         model=model,
@@ -174,8 +160,9 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
         stop_ids=_stop_ids(model, tokenizer),
         max_context_tokens=max_context_tokens(model.config),
         device=device,
-        source=str(source),
+        source=source,
         small=small,
+        adapter_scale=adapter_scale,
     )
 
 
@@ -185,19 +172,19 @@ def model_folder(name: str) -> str:
         return str(EMBEDDED)
     if name == "smollm2-135m":
         return str(smollm2_folder())
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+    if not (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()):
+        _refuse_unreachable(name)
+        return name
     folder = Path(name).expanduser()
-    if looks_like_path and not folder.is_dir():
+    if not folder.is_dir():
         raise InputError(f"model.name = {name!r}: no such folder")
-    if looks_like_path and (folder / "adapter_config.json").is_file():
+    if (folder / "adapter_config.json").is_file():
         raise InputError(f"model.name = {name!r} is a LoRA adapter, not a model; `podium eval` takes it, over its base")
-    if looks_like_path and not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise InputError(
             f"model.name = {name!r}: no config.json in that folder; give a folder that transformers can load"
         )
-    if not looks_like_path:
-        _refuse_unreachable(name)
-    return str(folder) if looks_like_path else name
+    return str(folder)
 
 
 def _refuse_unreachable(name: str) -> None:
@@ -215,22 +202,6 @@ def _refuse_unreachable(name: str) -> None:
     )
 
 
-def _load(source: str, settings: Any, device: torch.device) -> tuple[PreTrainedModel, Any]:
-    def load() -> tuple[PreTrainedModel, Any]:
-        model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=weights_dtype(settings, device),
-            attn_implementation=attention.NAME,
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,  # never a pickle
-        )
-        model = cast(PreTrainedModel, model)
-        model.to(device)  # type: ignore[arg-type]
-        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-
-    return _loading(settings.name, load)
-
-
 def weights_dtype(settings: Any, device: torch.device) -> torch.dtype:
     """`model.dtype` as a torch dtype. "auto" is bfloat16 for weights under an adapter on a GPU, else float32."""
     if settings.dtype != "auto":
@@ -238,45 +209,28 @@ def weights_dtype(settings: Any, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and settings.lora is not False else torch.float32
 
 
-def _loading(name: str, load: Any) -> Any:
+@contextmanager
+def _load_errors(name: str) -> Iterator[None]:
+    """Turns whatever the libraries raise for a broken folder into an `InputError` that names the model."""
     try:
-        return load()
-    except KeyError as error:
-        if error.args != (attention.NAME,):
-            raise _cannot_load(name, error) from None
+        yield
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise InputError(
+                f"model.name = {name!r} cannot be used: its architecture has its own attention code, which Podium "
+                f"cannot replace; {ADVICE}"
+            ) from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"model.name = {name!r} cannot be used: its architecture has its own attention code, which Podium cannot "
-            f"replace; {ADVICE}"
+            f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
+            "safetensors weights, or a hub name that this machine can reach"
         ) from None
-    except Exception as error:  # the libraries raise anything for a broken folder
-        raise _cannot_load(name, error) from None
-
-
-def _cannot_load(name: str, error: Exception) -> InputError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return InputError(
-        f'model.name = {name!r} cannot be loaded: {reason}. Give "embedded", "smollm2-135m", a folder with '
-        "safetensors weights, or a hub name that this machine can reach"
-    )
-
-
-def _refuse_larger_tokenizer(model: PreTrainedModel, tokenizer: Any, name: str) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
-    if len(tokenizer) > rows:
-        raise InputError(f"model.name = {name!r}: the tokenizer has {len(tokenizer)} tokens and the model {rows}")
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the layers over the same tensors: the memo tells deepcopy that the tensors are already copied."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo).eval()
-
-
-def _order_names(config: Any) -> None:
-    """Sorts layer names: PEFT keeps them in sets, whose order differs between processes, and saves that order."""
-    for key, value in vars(config).items():
-        if isinstance(value, set):
-            setattr(config, key, sorted(value))
 
 
 def _refuse_idle_rank(model: PreTrainedModel, rank: int) -> None:
@@ -302,22 +256,28 @@ def _bitsandbytes_hidden() -> Iterator[None]:
         del sys.modules["bitsandbytes"]
 
 
-def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
+def _with_adapter(model: PreTrainedModel, lora: Any, folder: Path | None) -> Any:
+    """PEFT's model around this one, with the adapter of the folder or a new one."""
     with _bitsandbytes_hidden():
-        from peft import LoraConfig, get_peft_model
+        from peft import PeftModel
+
+        made = PeftModel.from_pretrained(model, str(folder), is_trainable=True) if folder else _add_adapter(model, lora)
+    config = made.peft_config["default"]
+    for key, value in vars(config).items():
+        if isinstance(value, set):  # a set's order differs between processes, and PEFT saves that order
+            setattr(config, key, sorted(value))
+    return made
+
+
+def _add_adapter(model: PreTrainedModel, lora: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
 
     _refuse_idle_rank(model, lora.r)
-    config = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        target_modules=lora.targets,
-        task_type="CAUSAL_LM",
-    )
+    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.targets, task_type="CAUSAL_LM")
     head = model.get_output_embeddings()
     try:
         _keep_to_text_model(model, config)
-        with _bitsandbytes_hidden():
-            peft = get_peft_model(model, config)  # type: ignore[arg-type]
+        peft = get_peft_model(model, config)  # type: ignore[arg-type]
     except (ValueError, re.error) as error:
         raise InputError(f"model.lora.targets = {lora.targets!r}: {str(error).splitlines()[0]}") from None
     adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -355,25 +315,11 @@ def _keep_to_text_model(model: PreTrainedModel, config: Any) -> None:
 
 def _lora_advice(model: PreTrainedModel) -> str:
     """Recommends the usual LoRA targets if this model has them, else none."""
-    plain = {
-        name.rpartition(".")[2]
-        for name, layer in model.get_decoder().named_modules()
-        if is_plain_linear(_base_of(layer))
-    }
+    layers = model.get_decoder().named_modules()
+    bases = {name.rpartition(".")[2]: getattr(layer, "base_layer", layer) for name, layer in layers}
     usual = '["q_proj", "v_proj"]'
-    return f"set model.lora.targets = {usual}" if {"q_proj", "v_proj"} <= plain else "use lora = false"
-
-
-def _base_of(layer: torch.nn.Module) -> Any:
-    """The layer under the adapter that a failed attempt has left."""
-    return getattr(layer, "base_layer", layer)
-
-
-def _load_adapter(model: PreTrainedModel, folder: Path | None) -> Any:
-    with _bitsandbytes_hidden():
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    has_usual = all(is_plain_linear(bases.get(name)) for name in ("q_proj", "v_proj"))
+    return f"set model.lora.targets = {usual}" if has_usual else "use lora = false"
 
 
 def _warn_of_shorter_context(config: Any, name: str) -> None:

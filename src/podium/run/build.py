@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from podium.errors import CheckpointError, InputError, WeightsError
+from podium.model.evidence import named_trained
 from podium.model.handoff import PEFT_PREFIX, PEFT_SUFFIX, check_weights
 from podium.model.load import Policy
 from podium.records import RunState
@@ -35,7 +36,7 @@ from podium.run.checkpoint import (
 from podium.run.folder import Ledger, RunFolder, flattened
 from podium.settings.tables import Settings
 from podium.stages import SavedTrainer
-from podium.trainer._optimizer import rate_at
+from podium.trainer import rate_at
 from podium.untrusted import warn
 
 CLASS_TABLE = """
@@ -290,7 +291,7 @@ def _adapter_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
             raise InputError(f"it has {key} = {given[key]!r}, and this run scales every layer by alpha / r")
     found = load_file(folder / "adapter_model.safetensors")
     found = {name.removeprefix(PEFT_PREFIX).removesuffix(PEFT_SUFFIX): tensor for name, tensor in found.items()}
-    own = dict(policy.named_trained())
+    own = dict(named_trained(policy.model))
     # Names and numbers. The trainer knows the shapes: where weights are spread over ranks, a parameter here does not.
     check_weights(found, {name: found.get(name, parameter) for name, parameter in own.items()}, folder.name)
     names = {id(parameter): name for name, parameter in policy.trained_parameters().items()}

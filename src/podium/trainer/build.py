@@ -12,7 +12,7 @@ from podium.settings.lookup import find, option_fields
 from podium.settings.sections import SeparateReference
 from podium.settings.tables import Settings
 from podium.stages import Loss
-from podium.trainer._optimizer import check_optimizer
+from podium.trainer import check_optimizer
 
 
 def check_trainer(settings: Settings) -> None:

@@ -12,7 +12,6 @@ import os
 import types
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -20,12 +19,12 @@ import torch.distributed as dist
 from pydantic import Field
 
 from podium.errors import InputError
+from podium.model.evidence import named_trained
 from podium.model.forward import PlacedBatch, policy_logprobs
-from podium.model.handoff import save_gathered
 from podium.model.load import Policy
 from podium.records import ReferenceSettings
 from podium.stages import Loss
-from podium.trainer._update import sum_over_ranks
+from podium.trainer import sum_over_ranks
 from podium.trainer.single import Single
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -48,7 +47,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 
 
 class Deepspeed(Single):
-    can_cut = False
+    passes_communicate = True
     __signature__: inspect.Signature
     """Names the options of `Single` too, which `**options` receives, for the settings."""
 
@@ -120,9 +119,6 @@ class Deepspeed(Single):
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
 
-    def _sum_gradients(self) -> None:
-        """Done in the backward pass."""
-
     def _clip_gradients(self) -> float:
         """Returns the norm only: DeepSpeed clips when it steps. Each rank has a part of the gradient."""
         parts = [part for group in self._optimizer.averaged_gradients.values() for part in group or ()]
@@ -155,12 +151,9 @@ class Deepspeed(Single):
             optimizer.reset_cpu_buffers()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._policy.named_trained():
+        for name, parameter in named_trained(self._model):
             with self._gathered(parameter):
                 yield name, parameter.detach().clone() if self._zero == 3 else parameter.detach()
-
-    def save_model(self, folder: str) -> None:
-        save_gathered(Path(folder), self._policy, self.weights())
 
     def _gathered(self, parameter: torch.nn.Parameter, modifier: int | None = None) -> Any:
         from deepspeed.runtime.zero import GatheredParameters
@@ -191,13 +184,12 @@ class Deepspeed(Single):
                 parameter.data.copy_(whole)
             safe_set_full_fp32_param(parameter, whole)
 
-    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _put_optimizer_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         counts = [value for key, value in tensors.items() if key.startswith("optimizer.") and key.endswith(".step")]
         if counts:
             self._make_room(float(counts[0]))
-        self._put_weights(tensors)
         for name, parameter in self._parameters.items():
             for slot in SLOTS:
                 if (saved := tensors.get(f"optimizer.{name}.{slot}")) is not None:

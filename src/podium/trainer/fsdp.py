@@ -5,7 +5,6 @@ checkpoint is that of `single`, whole tensors by name, so a run can continue wit
 """
 
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from podium.errors import InputError
 from podium.model.forward import PlacedBatch, policy_logprobs
-from podium.model.handoff import save_gathered
 from podium.trainer.single import Single
 
 
 class Fsdp(Single):
     is_sharded = True
-    can_cut = False
+    passes_communicate = True
 
     def _spread_weights(self) -> None:
         if not dist.is_initialized():
@@ -49,9 +47,6 @@ class Fsdp(Single):
             model.reshard()  # the root keeps its weights whole for a backward pass, which does not follow here
         return made
 
-    def save_model(self, folder: str) -> None:
-        save_gathered(Path(folder), self._policy, self.weights())
-
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -63,6 +58,3 @@ class Fsdp(Single):
         whole = whole.to(parameter.device)
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         return part.clone()  # otherwise the part would keep the memory of the whole
-
-    def _sum_gradients(self) -> None:
-        """Nothing to do: the backward pass sums gradients."""

@@ -5,39 +5,43 @@ tokens, and the loss is passed in. A loss or gradient that is not finite does no
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
-from transformers import PreTrainedModel
 
+from podium.errors import TooLargeError
 from podium.model.device_thread import on_device_thread, random_state, set_random_state
-from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs
+from podium.model.evidence import named_trained
+from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs, products_dtype
 from podium.model.fused import compile_layers, is_compiled
+from podium.model.handoff import save_model
 from podium.model.load import Policy, refuse_other_weights
-from podium.model.products import products_dtype
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
-from podium.trainer._optimizer import (
+from podium.trainer import (
     OptimizerName,
-    Schedule,
-    load_optimizer_state,
-    make_optimizer,
-    optimizer_state,
-    rate_at,
-)
-from podium.trainer._update import (
     ReferencePolicy,
+    Schedule,
     check_ids,
     check_shared_prefix,
-    gradients_of_update,
     halved,
+    load_optimizer_state,
     logprobs_by_rollout,
+    make_optimizer,
+    metric_shares,
+    metrics_over_ranks,
+    on_any_rank,
+    optimizer_state,
+    rate_at,
+    refuse_split_gap,
+    split_gap,
     sum_gradients,
     sum_over_ranks,
     together,
@@ -46,6 +50,11 @@ from podium.trainer._update import (
 OF_OLD_POLICY = ("mismatch/abs_mean", "mismatch/k1", "mismatch/k3", "mismatch/outside_share")
 """Metrics that compare the sampler with the policy before the first update of a step."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
+T = TypeVar("T")
+NOT_AGAIN = (
+    "a batch does not fit into memory, and a trainer that shards weights or gradients over ranks cannot repeat a pass: "
+    "lower pack.max_tokens_per_batch or set trainer.gradient_checkpointing = true"
+)
 
 
 class Single:
@@ -53,8 +62,10 @@ class Single:
 
     is_sharded: ClassVar[bool] = False
     """Whether a rank holds only a part of each weight; an engine then needs its own copy."""
-    can_cut: ClassVar[bool] = True
-    """Whether a pass that ran out of memory can start again with smaller batches; not if passes communicate."""
+    passes_communicate: ClassVar[bool] = False
+    """Whether ranks gather weights or reduce gradients inside a pass. If one rank fails there, the others wait inside
+    their pass and would mistake its report for an answer. So its error is raised directly and ends its process, and a
+    pass that ran out of memory cannot start again with smaller batches."""
 
     def __init__(
         self,
@@ -125,7 +136,7 @@ class Single:
         return await on_device_thread(self._score, list(token_ids))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._whole(tensor)) for name, tensor in self._policy.named_weights())
+        return ((name, self._whole(parameter.detach())) for name, parameter in named_trained(self._model))
 
     def state(self) -> dict[str, torch.Tensor]:
         tensors = self._trained_state()
@@ -135,14 +146,14 @@ class Single:
         return {name: self._whole(t.detach()).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads only the weights of a state."""
-        self._check_shapes(tensors)
+        """Loads only the weights of a state, which must be those that this model trains."""
+        refuse_other_weights(tensors, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
         self._put_weights(tensors)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._check_shapes(tensors)
-        self._load_trained_state(tensors)
+        self.load_weights(tensors)
+        self._put_optimizer_state(tensors)
         if self._reference:
             self._reference.load_state(tensors, self._part_for)
         self._num_steps = int(tensors["num_steps"])
@@ -150,7 +161,7 @@ class Single:
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
-        self._policy.save(folder)
+        save_model(Path(folder), self._policy, self.weights() if self.passes_communicate else None)
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
         """The trained weights and the optimizer's state, by name."""
@@ -162,13 +173,8 @@ class Single:
         for name, parameter in self._parameters.items():
             parameter.copy_(self._part_for(parameter, tensors[f"weights.{name}"]))
 
-    def _load_trained_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._put_weights(tensors)
+    def _put_optimizer_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         load_optimizer_state(self._optimizer, self._parameters, tensors, self._part_for)
-
-    def _check_shapes(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises `CheckpointError` unless the state holds the weights that this model trains."""
-        refuse_other_weights(tensors, {name: self._shape(parameter) for name, parameter in self._parameters.items()})
 
     def _spread_weights(self) -> None:
         """Shards the weights before the optimizer is made; this trainer keeps them whole on every rank."""
@@ -188,9 +194,6 @@ class Single:
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """`is_last`: this is the last batch of the update."""
         loss.backward()
-
-    def _sum_gradients(self) -> None:
-        sum_gradients(self._model.parameters())
 
     def _clip_gradients(self) -> float:
         """Clips the gradient and returns its norm before clipping."""
@@ -242,36 +245,43 @@ class Single:
         counts = sum_over_ranks(torch.tensor([passes, tokens], device=self._policy.device))
         return dict(zip(("pack/batches", "pack/tokens"), map(float, counts.tolist()), strict=True))
 
-    def _check_prefix(self, batch: Batch) -> bool:
-        """Runs once, on the first batch that has a prompt to share.
-
-        Rounding in bfloat16 hides small errors, so the small float32 copy of the model is checked first.
-        """
-
-        def logprobs_of(batch: Batch, shared_prefix: bool) -> torch.Tensor:
-            return self._snapshot(place(batch, self._policy.device, shared_prefix=shared_prefix))
-
-        if (small := self._policy.small) is not None:
-            check_shared_prefix(partial(_logprobs_of_small, small), batch, small.dtype)
-        return check_shared_prefix(logprobs_of, batch, self._compute_dtype or self._model.dtype)
-
     def _place(self, batch: Batch) -> PlacedBatch:
         return place(batch, self._policy.device, shared_prefix=self._shared_prefix)
 
     def _prepare(self, batches: Sequence[Batch]) -> list[PlacedBatch]:
         """Checks the batches, and computes what must not change after the first update: old logprobs, reference
         logprobs, advantages."""
-        device = self._policy.device
-        together(partial(self._check, batches), device)
-        placed = together(partial(self._placed, batches), device, asks_others=not self.can_cut)
+        together(partial(self._check, batches), self._policy.device)
+        placed = self._pass_together(partial(self._placed, batches))
         made = self._loss.prepare([each.batch for each in placed], sum_over_ranks)
         return [replace(each, batch=batch) for each, batch in zip(placed, made, strict=True)]
+
+    def _pass_together(self, function: Callable[[], T]) -> T:
+        """Calls a function with passes on every rank; an error on one rank stops all."""
+        return function() if self.passes_communicate else together(function, self._policy.device)
 
     def _check(self, batches: Sequence[Batch]) -> None:
         """The check of shared prefixes does not communicate: trainers whose passes do have no shared prefixes."""
         for batch in batches:
             check_ids(batch)
             self._is_prefix_checked = self._is_prefix_checked or self._check_prefix(batch)
+
+    def _check_prefix(self, batch: Batch) -> bool:
+        """Whether the batch has two answers to one prompt, on which it then checks shared prefixes.
+
+        Rounding in bfloat16 hides small errors, so the small float32 copy of the model is checked first.
+        """
+        siblings = (n for n in range(1, batch.num_documents) if batch.ordinals[n] == batch.ordinals[n - 1])
+        second = next(siblings, None)
+        if second is None:
+            return False
+        pair = batch.documents(second - 1, second + 1)
+        if (small := self._policy.small) is not None:  # its vocabulary is small too
+            of_small = replace(pair, token_ids=pair.token_ids % head_weight(small).shape[0])
+            check_shared_prefix(lambda placed: policy_logprobs(small, placed)[0], of_small, small.device, small.dtype)
+        dtype = self._compute_dtype or self._model.dtype
+        check_shared_prefix(self._snapshot, pair, self._policy.device, dtype)
+        return True
 
     def _placed(self, batches: Sequence[Batch]) -> list[PlacedBatch]:
         placed = []
@@ -301,35 +311,71 @@ class Single:
 
     def _update(self, batches: Sequence[PlacedBatch], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
         """One optimizer step, skipped if the gradient is not finite. Appends the old policy's logprobs to `passes`."""
-
-        def logprobs_of(placed: PlacedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, entropies = self._logprobs(placed)
-            if len(placed.row.loss_places):  # an empty batch has none
-                old = placed.batch.old_logprobs
-                passes.append((placed.batch, logprobs.detach() if old is None else old))
-            return logprobs, entropies
-
         self._model.train()
-        metrics, self._halvings = gradients_of_update(
-            logprobs_of,
-            self._place,
-            self._parameters.values(),
-            batches,
-            self._loss,
-            self._halvings,
-            self._backward,
-            self._sum_gradients,
-            can_cut=self.can_cut,
-        )
+        metrics = self._gradients(batches, passes)
         self._model.eval()
         norm = self._clip_gradients()
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss/total"])
         self._apply_gradients(is_finite)
         return metrics | {"optim/grad_norm": norm, "optim/skipped": float(not is_finite)}
 
+    def _gradients(self, batches: Sequence[PlacedBatch], passes: list[tuple[Batch, torch.Tensor]]) -> dict[str, float]:
+        """Computes the update's gradient over all ranks, and its metrics.
 
-@torch.no_grad()
-def _logprobs_of_small(small: PreTrainedModel, batch: Batch, shared_prefix: bool) -> torch.Tensor:
-    """Logprobs of the small copy, whose vocabulary is small too."""
-    batch = replace(batch, token_ids=batch.token_ids % head_weight(small).shape[0])
-    return policy_logprobs(small, place(batch, small.device, shared_prefix=shared_prefix))[0]
+        If any rank runs out of memory, all ranks halve all batches once more and start again from a clean gradient. The
+        gradient is the same, because shares add up. A single document that does not fit is an error.
+        """
+        while True:
+            parts = batches
+            if self._halvings:
+                halves = [part for placed in batches for part in halved(placed.batch.to("cpu"), self._halvings)]
+                parts = [self._place(part) for part in halves]
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            totals = self._pass_together(partial(self._attempt, parts, passes))
+            if not on_any_rank(totals is None, self._policy.device):
+                break
+            self._halvings += 1
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        assert totals is not None
+        if not self.passes_communicate:
+            sum_gradients(self._parameters.values())
+        return metrics_over_ranks(totals)
+
+    def _attempt(
+        self, batches: Sequence[PlacedBatch], passes: list[tuple[Batch, torch.Tensor]]
+    ) -> dict[str, torch.Tensor] | None:
+        """The metrics' sums over this rank's batches, or None if a batch does not fit into memory and can be halved."""
+        try:
+            return self._accumulate(batches, passes)
+        except torch.OutOfMemoryError as error:
+            if self.passes_communicate:
+                raise TooLargeError(NOT_AGAIN) from error
+            if all(placed.batch.num_documents == 1 for placed in batches):
+                raise
+            return None
+
+    def _accumulate(
+        self, batches: Sequence[PlacedBatch], passes: list[tuple[Batch, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Accumulates these batches' gradient on the parameters and returns their share of each metric.
+
+        Waits for the device only at the end, for the check of the split.
+        """
+        totals: dict[str, torch.Tensor] = {}
+        gap: torch.Tensor | None = None
+        for placed in batches:
+            batch = placed.batch
+            logprobs, entropy = self._logprobs(placed)
+            if len(placed.row.loss_places):  # an empty batch has none
+                passes.append((batch, logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs))
+            if gap is None and batch.num_documents > 1:
+                gap = split_gap(self._loss, logprobs, batch)
+            output = self._loss(logprobs, batch)
+            self._backward(output.loss, placed is batches[-1])
+            for name, value in metric_shares(output, logprobs.detach(), entropy, batch).items():
+                totals[name] = totals[name] + value if name in totals else value
+        if gap is not None:
+            refuse_split_gap(gap)
+        return totals

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from podium.model.products import ExactLinear, exact_linear, is_plain_linear
+from podium.model.forward import ExactLinear, exact_linear, is_plain_linear
 
 LEAST_WEIGHTS = 1 << 17
 """A layer with fewer weights is not packed: it would gain less than the call costs."""

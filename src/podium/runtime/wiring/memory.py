@@ -17,7 +17,7 @@ from podium.engine.cuda.roster import LEAST_BATCH
 from podium.engine.decoding.linear import packed_weights
 from podium.engine.pool import num_processes
 from podium.engine.vllm_local import MEMORY_SHARE
-from podium.model.forward import MAX_CHUNK_ELEMENTS, kept_bytes
+from podium.model.forward import MAX_CHUNK_ELEMENTS, kept_bytes, products_dtype
 from podium.model.fused import SAVED_SHARE, is_compiled
 from podium.model.load import Policy
 from podium.model.memory import (
@@ -27,11 +27,10 @@ from podium.model.memory import (
     device_bytes,
     saved_bytes_per_token,
 )
-from podium.model.products import products_dtype
 from podium.settings.lookup import engine_traits
 from podium.settings.sections import SeparateReference
 from podium.settings.tables import Settings
-from podium.trainer._optimizer import state_bytes
+from podium.trainer import state_bytes
 
 USED_SHARE = 0.8
 """Share of the device's memory that is planned; the rest is for fragments, work space of kernels, other programs."""

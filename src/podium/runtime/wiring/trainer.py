@@ -23,10 +23,9 @@ from podium.errors import ReferenceLostError
 from podium.loss.build import build_objective
 from podium.model.device_thread import on_device_thread
 from podium.model.evidence import Held, difference
-from podium.model.forward import place, policy_logprobs
+from podium.model.forward import place, policy_logprobs, products_dtype
 from podium.model.handoff import publish
 from podium.model.load import load_policy
-from podium.model.products import products_dtype
 from podium.records import Batch, UpdateResult
 from podium.remote.codec import decode, encode
 from podium.remote.fork_server import BlockingChild, DiedError, ForkServer, RemoteError
