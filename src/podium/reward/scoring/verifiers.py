@@ -159,8 +159,7 @@ def judges_answer(verifier: F) -> F:
         answer = final_answer(prompt, rollout, thinking)
         return 0.0 if answer is None else verifier(prompt, replace(rollout, text=answer), **options)
 
-    signature = inspect.signature(verifier, eval_str=True)
-    judge.__signature__ = signature.replace(parameters=[*signature.parameters.values(), OPTION])  # type: ignore[attr-defined]
+    judge.__signature__ = inspect.Signature([*_parameters(verifier), OPTION])  # type: ignore[attr-defined]
     return judge  # type: ignore[return-value]
 
 
@@ -170,24 +169,30 @@ def verifier(
     gold: Callable[[Prompt], str | None] | None = None,
     highest: float = 1.0,
     inline: bool = False,
-) -> Callable[[Callable[[str, Any], float]], Callable[..., float]]:
-    """Decorator: turns `compare(text, expected)`, whose largest value is `highest`, into a reward.
+) -> Callable[[Callable[..., float]], Callable[..., float]]:
+    """Decorator: turns `compare(text, expected, *, …options)`, whose largest value is `highest`, into a reward.
 
     `text` is the part of the rollout's text that is judged, and `expected` is what `read` returns for the row's answer.
     `read` raises an `InputError` for an answer that it cannot use. See `gold_answer` for `gold`, `runs_inline` for
     `inline`.
     """
 
-    def decorate(compare: Callable[[str, Any], float]) -> Callable[..., float]:
-        def reward(prompt: Prompt, rollout: Rollout) -> float:
-            return float(compare(rollout.text, read(prompt.answer)))
+    def decorate(compare: Callable[..., float]) -> Callable[..., float]:
+        def reward(prompt: Prompt, rollout: Rollout, **options: Any) -> float:
+            return float(compare(rollout.text, read(prompt.answer), **options))
 
+        (prompt, rollout, _), (_, _, *options) = (_parameters(each) for each in (reward, compare))
+        reward.__signature__ = inspect.Signature([prompt, rollout, *options])  # type: ignore[attr-defined]
         reward.__module__, reward.__name__, reward.__doc__ = compare.__module__, compare.__name__, compare.__doc__
         found = reads_answer(read)(declare_range(0.0, highest)(judges_answer(reward)))
         found = gold_answer(gold)(found) if gold else found
         return runs_inline(found) if inline else found
 
     return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [*inspect.signature(function, eval_str=True).parameters.values()]
 
 
 def without_answer_tags(text: str) -> str:
