@@ -12,7 +12,6 @@ import pytest
 from podium.errors import InputError
 from podium.loss.grpo import grpo
 from podium.loss.objective import Objective
-from podium.model.handoff import save_model
 from podium.model.load import load_policy
 from podium.settings.tables import Settings
 from podium.trainer.single import Single
@@ -83,7 +82,7 @@ def test_adapters_of_a_wrapper_are_in_its_text_model_only_and_all_train(name, ta
     assert step(trainer, [[0, 1], [2, 3]]).updated
     after = dict(policy.named_weights())
     assert [path for path in before if path.endswith("lora_B") and before[path].equal(after[path])] == []
-    save_model(tmp_path / "adapter", policy)
+    trainer.save_model(str(tmp_path / "adapter"))
     loaded = load_policy(settings.model, seed=1, weights=tmp_path / "adapter")
     assert all(tensor.equal(after[path]) for path, tensor in loaded.named_weights())
     assert {path for path, _ in loaded.named_weights()} == set(after)

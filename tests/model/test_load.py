@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from podium.errors import InputError
-from podium.model.handoff import save_model
 from podium.model.load import EMBEDDED, load_policy
 from podium.settings.tables import Model
 
@@ -69,7 +68,7 @@ def test_a_rank_above_the_widest_layer_is_refused_before_it_is_allocated() -> No
 def test_the_names_of_adapted_layers_are_written_in_order(tmp_path: Path) -> None:
     """PEFT holds them in a set, whose order is another in each process."""
     policy = load_policy(a_section(), seed=0)
-    save_model(tmp_path, policy)
+    policy.peft.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     assert written == sorted(written)
     assert len(written) == 2 * 7  # two layers: q, k, v, o, gate, up, down

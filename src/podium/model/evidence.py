@@ -27,7 +27,7 @@ NUM_VIEWS = 4
 """How many numbers represent one output of a branch: sums with fixed signs."""
 
 
-def named_trained(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def named_trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters that an engine loads, by name; an adapter's are `<layer>.lora_A` and `<layer>.lora_B`."""
     adapted = [(name, each) for name, each in model.named_modules() if "default" in getattr(each, "lora_A", ())]
     if not adapted:

@@ -68,15 +68,12 @@ def write_adapter(folder: Path, config: Any, weights: Named) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(saved, indent=2, sort_keys=True, default=str))
 
 
-def save_model(folder: Path, policy: Policy, gathered: Named | None = None) -> None:
-    """Saves the result for the user: a model folder, or an adapter folder.
-
-    `gathered`: the whole tensors, if the model itself holds only parts of them.
-    """
+def save_gathered(folder: Path, policy: Policy, weights: Named) -> None:
+    """Saves a model whose weights are sharded, for users: an adapter folder or a model folder."""
     if policy.peft is not None:
-        write_adapter(folder, policy.peft.peft_config["default"], gathered or policy.named_weights())
+        write_adapter(folder, policy.peft.peft_config["default"], weights)
         return
-    policy.model.save_pretrained(folder, state_dict=None if gathered is None else dict(gathered))
+    policy.model.save_pretrained(folder, state_dict=dict(weights))
     policy.tokenizer.save_pretrained(folder)
 
 

@@ -135,7 +135,8 @@ def load_policy(settings: Any, *, seed: int, weights: Path | None = None) -> Pol
             attn_implementation=attention.NAME,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,  # never a pickle
-        ).to(device)
+        )
+        model.to(device)  # type: ignore[arg-type]
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:

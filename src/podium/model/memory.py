@@ -46,8 +46,9 @@ def unused_bytes(device: torch.device) -> int:
 
 def _free_of_machine(everything: int) -> int:
     """What Linux reports as available without swapping; on other systems, everything."""
-    available = _numbers(MEMORY_NOW).get("MemAvailable:")
-    return everything if available is None else available * 1024
+    lines = MEMORY_NOW.read_text().splitlines() if MEMORY_NOW.is_file() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else everything
 
 
 def _free_of_group(everything: int) -> int:
@@ -55,15 +56,9 @@ def _free_of_group(everything: int) -> int:
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     if limit == "max" or not CGROUP_USED.is_file():
         return everything
-    use = _numbers(CGROUP_USE)
-    files = use.get("inactive_file", 0) + use.get("active_file", 0)
+    lines = CGROUP_USE.read_text().splitlines() if CGROUP_USE.is_file() else []
+    files = sum(int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "active_file"))
     return int(limit) - int(CGROUP_USED.read_text()) + files
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The lines `name number` of a file of Linux; empty if there is no such file."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return {name: int(number) for name, number, *_ in map(str.split, lines)}
 
 
 @torch.no_grad()

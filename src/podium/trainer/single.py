@@ -21,7 +21,7 @@ from podium.model.device_thread import on_device_thread, random_state, set_rando
 from podium.model.evidence import named_trained
 from podium.model.forward import PlacedBatch, batch_of, head_weight, place, policy_logprobs, products_dtype
 from podium.model.fused import compile_layers, is_compiled
-from podium.model.handoff import save_model
+from podium.model.handoff import save_gathered
 from podium.model.load import Policy, refuse_other_weights
 from podium.records import Batch, ReferenceSettings, UpdateResult
 from podium.stages import Loss
@@ -161,7 +161,14 @@ class Single:
         set_random_state(tensors)
 
     def save_model(self, folder: str) -> None:
-        save_model(Path(folder), self._policy, self.weights() if self.passes_communicate else None)
+        if self.passes_communicate:
+            save_gathered(Path(folder), self._policy, self.weights())
+        elif self._policy.peft is not None:
+            self._policy.peft.save_pretrained(folder)
+            (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        else:
+            self._model.save_pretrained(folder)
+            self._policy.tokenizer.save_pretrained(folder)
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
         """The trained weights and the optimizer's state, by name."""
