@@ -38,7 +38,7 @@ def test_sub_folders_and_files_with_an_underscore_are_no_choices() -> None:
     assert {"arithmetic", "exact"} <= set(choices("reward"))
     assert not {"scoring", "sandbox", "isolation"} & set(choices("reward"))
     assert choices("sync") == ["adapter", "disk", "nccl", "shared"]
-    assert choices("report") == ["console", "jsonl", "mlflow", "page", "tensorboard", "trackio", "wandb"]
+    assert choices("report") == ["console", "mlflow", "page", "tensorboard", "trackio", "wandb"]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_that_there_are() -> None:

@@ -24,7 +24,7 @@ class CharacterTokenizer:
         return "".join(map(chr, ids))
 
 
-def make_source(rows: Sequence[Row], name: str = "rows", **table: Any) -> Source:
+def make_source(rows: Sequence[Row], name: str = "rows", /, **table: Any) -> Source:
     return Source(DataSource(name=name, **table), rows)
 
 
