@@ -250,7 +250,7 @@ def tables_of(folder: Path, lora: Any, dtype: str) -> dict[str, Any]:
     return {
         "run": {"folder": str(folder / "run"), "steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2},
         "model": {**model, "lora": {} if lora is True else lora},
-        "data": [{"name": "arithmetic"}],
+        "data": [{"name": "arithmetic", "max_rows": 1000}],
         "reward": [{"name": "arithmetic"}],
         "rollout": {"max_new_tokens": 4},
     }

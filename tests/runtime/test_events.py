@@ -20,6 +20,9 @@ max_new_tokens = 24
 lr = 5e-4
 [filter]
 accept = "all"
+[[data]]
+name = "arithmetic"
+max_rows = 1000
 [[reward]]
 name = "arithmetic"
 """

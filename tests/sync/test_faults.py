@@ -159,7 +159,8 @@ def test_the_run_of_an_engine_that_never_applies_its_adapter_ends(
     settings = tmp_path / "s.toml"
     settings.write_text(
         "[run]\nsteps = 15\nprompts_per_step = 2\nrollouts_per_prompt = 2\n[model]\ndevice = 'cpu'\n[rollout]\n"
-        "max_new_tokens = 8\n[trainer]\nlr = 1e-5\nprecision = 'bfloat16'\n[[reward]]\nname = 'arithmetic'\n"
+        "max_new_tokens = 8\n[trainer]\nlr = 1e-5\nprecision = 'bfloat16'\n"
+        "[[data]]\nname = 'arithmetic'\nmax_rows = 1000\n[[reward]]\nname = 'arithmetic'\n"
     )
     assert cli.main(["train", str(settings), f"--run.folder={tmp_path / 'run'}", "--quiet"]) == 1
     assert "engine Inprocess does not sample from the trained weights" in capsys.readouterr().err

@@ -139,7 +139,8 @@ def test_a_run_through_folders_is_the_run_through_memory(tmp_path: Path) -> None
     settings = tmp_path / "s.toml"
     settings.write_text(
         "[run]\nsteps = 3\nprompts_per_step = 4\nrollouts_per_prompt = 4\n[model]\ndevice = 'cpu'\n[rollout]\n"
-        "max_new_tokens = 24\n[trainer]\nlr = 5e-4\n[[reward]]\nname = 'arithmetic'\n"
+        "max_new_tokens = 24\n[trainer]\nlr = 5e-4\n"
+        "[[data]]\nname = 'arithmetic'\nmax_rows = 1000\n[[reward]]\nname = 'arithmetic'\n"
     )
     for name in ("shared", "adapter"):
         flags = [f"--run.folder={tmp_path / name}", f"--sync.name={name}"]
