@@ -11,12 +11,12 @@ from podium import Settings
 from podium.check.calibrate import Candidate, choose_engine, measure, pick, without_auto
 from podium.errors import InputError
 from podium.run.start import evaluate, train
-from tests.commands import podium
+from tests.commands import VLLM, call, podium
 
 TABLES = {
     "run": {"steps": 1, "prompts_per_step": 2, "rollouts_per_prompt": 2},
     "model": {"device": "cpu"},
-    "data": [{"name": "arithmetic"}],
+    "data": [{"name": "arithmetic", "max_rows": 1000}],
     "reward": [{"name": "arithmetic"}],
     "rollout": {"max_new_tokens": 4},
     "report": [],
@@ -117,6 +117,15 @@ def test_a_server_wants_a_name(tmp_path: Path) -> None:
 @needs_vllm
 @pytest.mark.timeout(600)
 def test_both_are_measured_where_vllm_is_installed() -> None:
-    settings, why = choose_engine(an_auto())
-    assert settings.engine.name in ("inprocess", "vllm_local")
+    """From a process that has imported vLLM: what a candidate does in an interpreter of its own is tested above."""
+    forked = {"prepare": ["tests.forked_keepers:instead_of_interpreters"], "modules": VLLM}
+    done = call(f"{__name__}:choose", **forked)
+    assert done.returncode == 0, done.stderr
+    name, why = done.stdout.splitlines()[-1].split(": ", 1)
+    assert name in ("inprocess", "vllm_local")
     assert why.count("tokens/s") == 2, why
+
+
+def choose() -> None:
+    settings, why = choose_engine(an_auto())
+    print(f"{settings.engine.name}: {why}", flush=True)

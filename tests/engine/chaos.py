@@ -28,6 +28,9 @@ max_new_tokens = 48
 lr = 1e-7
 [checkpoint]
 every = 0
+[[data]]
+name = "arithmetic"
+max_rows = 1000
 [[reward]]
 name = "arithmetic"
 [engine]
@@ -182,8 +185,8 @@ def a_run(
         try:
             yield run
         finally:
-            process.kill()
-            process.wait()
+            run.process.kill()
+            run.process.wait()
             for pid in run.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

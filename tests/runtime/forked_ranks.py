@@ -90,8 +90,8 @@ def run_rank(job: Path, environment: dict[str, str], port: int) -> Any:
         os._exit(code)
 
 
-def living_ranks(folder: Path) -> list[int]:
-    """Process ids of the ranks that wrote them there and are still alive."""
-    pids = [int(file.read_text()) for file in folder.iterdir()]
+def living_ranks(folder: Path) -> dict[int, int]:
+    """Rank → process id of the ranks that wrote them there and are still alive."""
+    pids = {int(file.name): int(file.read_text()) for file in folder.iterdir()}
     assert pids, "no rank was started"
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}

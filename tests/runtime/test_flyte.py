@@ -54,6 +54,7 @@ STEPS, PROMPTS, ROLLOUTS = 8, 6, 6
 TABLES: dict[str, Any] = {
     "run": {"steps": STEPS, "prompts_per_step": PROMPTS, "rollouts_per_prompt": ROLLOUTS},
     "model": {"device": "cpu"},
+    "data": [{"name": "arithmetic", "max_rows": 1000}],
     "rollout": {"max_new_tokens": 24},
     "trainer": {"lr": 5e-4},
     "checkpoint": {"every": 1},

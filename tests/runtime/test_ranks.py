@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from podium.errors import EngineError, InputError
 from podium.records import Answer, EngineTraits, Request, Sampling
+from podium.run.folder import RunFolder
 from podium.run.start import train as train_in_this_process
 from podium.runtime.ranks import launch
 from podium.runtime.ranks.launch import check_ranks
@@ -39,9 +40,15 @@ max_new_tokens = 24
 lr = 5e-4
 [checkpoint]
 every = 2
+[[data]]
+name = "arithmetic"
+max_rows = 1000
 [[reward]]
 name = "arithmetic"
 """
+
+
+RANKS = "--runtime.ranks=2"
 
 
 def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -50,34 +57,38 @@ def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return podium("train", str(settings), f"--run.folder={folder}", "--quiet", *flags)
 
 
+MODULES = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
+END_S = {"podium.runtime.ranks.launch:END_S": 1.0}
+"""A rank 0 that failed tries for so long to reach ranks that wait for it in the middle of a pass, in vain."""
+
+
 def forked(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A command whose ranks are forks of it instead of torchrun's processes; afterwards none of them is left."""
-    modules = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
     with tempfile.TemporaryDirectory() as ranks:
         done = podium(
             *arguments,
             environment=os.environ | environment | {"FORKED_RANKS": ranks},
-            modules=modules,
+            modules=MODULES,
             prepare=["tests.runtime.forked_ranks:instead_of_torchrun"],
+            constants=END_S,
         )
-        assert living_ranks(Path(ranks)) == []
+        assert living_ranks(Path(ranks)) == {}
     return done
 
 
 def train_forked(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = folder.with_suffix(".toml")
     settings.write_text(SETTINGS)
-    flags = (f"--run.folder={folder}", "--quiet", "--runtime.ranks=2", *flags)
+    flags = (f"--run.folder={folder}", "--quiet", *flags)
     return forked("train", str(settings), *flags, **environment)
 
 
-def started(folder: Path, *flags: str) -> Process:
-    """With the last argument, which is no flag, as the mark of its processes."""
+def started(folder: Path, *flags: str, **others: Any) -> Process:
+    """`others` as of ForkServer.start."""
     settings, stderr = folder.with_suffix(".toml"), folder.with_suffix(".stderr")
     settings.write_text(SETTINGS)
-    command = ("train", str(settings), f"--run.folder={folder}", "--runtime.ranks=2", *flags[:-1])
-    environment = os.environ | {"PODIUM_TEST": flags[-1]}
-    return fork_server().start(*command, stdout=folder.with_suffix(".stdout"), stderr=stderr, environment=environment)
+    command = ("train", str(settings), f"--run.folder={folder}", RANKS, *flags)
+    return fork_server().start(*command, stdout=folder.with_suffix(".stdout"), stderr=stderr, **others)
 
 
 def ledger(folder: Path) -> list[tuple[int, int, list[int]]]:
@@ -106,7 +117,8 @@ def test_two_ranks_learn_as_one_does_and_a_checkpoint_of_two_goes_on_with_one(
 ) -> None:
     """Every rank that holds all weights writes its share of the rollouts: the same ones, since seeds decide."""
     folder = tmp_path / "two"
-    done = train(folder, "--runtime.ranks=2", f"--trainer.name={trainer}")
+    start = train if trainer == "single" else train_forked  # by torchrun once
+    done = start(folder, RANKS, f"--trainer.name={trainer}")
     assert done.returncode == 0, done.stderr
     assert len(ledger(folder)) == len(ledger(one))
     assert rewards(folder)[0] == rewards(one)[0]
@@ -137,14 +149,22 @@ def ranks_of(mark: str) -> dict[int, int]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, victim: int) -> None:
-    folder, mark = tmp_path / "run", f"kill-{victim}-{os.getpid()}"
-    process = started(folder, "--run.steps=5000", mark)
+    """Rank 1 is torchrun's, rank 0 a fork."""
+    folder, mark, ranks = tmp_path / "run", f"kill-{victim}-{os.getpid()}", tmp_path / "ranks"
+    ranks.mkdir()
+    environment = os.environ | {"PODIUM_TEST": mark, "FORKED_RANKS": str(ranks)}
+    prepare = [] if victim else ["tests.runtime.forked_ranks:instead_of_torchrun"]
+
+    def living() -> dict[int, int]:
+        return ranks_of(mark) if victim else living_ranks(ranks)
+
+    process = started(folder, "--run.steps=5000", environment=environment, prepare=prepare)
     try:
         deadline = time.monotonic() + 120
-        while not (folder / "checkpoints").is_dir() or not any((folder / "checkpoints").iterdir()):
+        while not any((folder / "checkpoints").glob("step-*")):
             assert time.monotonic() < deadline, "no checkpoint in time"
-            time.sleep(0.2)
-        victims = ranks_of(mark)
+            time.sleep(0.05)
+        victims = living()
         assert set(victims) == {0, 1}
         os.kill(victims[victim], signal.SIGKILL)
         process.wait(60)
@@ -154,8 +174,10 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_typed_error(tmp_path: Path, v
     assert process.returncode == 1
     assert "podium: " in error
     assert "rank" in error.rpartition("podium: ")[2]
-    time.sleep(1)
-    assert ranks_of(mark) == {}
+    deadline = time.monotonic() + 5
+    while living() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert living() == {}
 
 
 SHORT_OF_MEMORY = """
@@ -173,7 +195,7 @@ def short_of_memory(policy_logprobs, old_logprobs, batch):
 def test_a_rank_whose_batch_does_not_fit_says_what_to_do_and_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(SHORT_OF_MEMORY)
     loss = f"--loss.name={tmp_path / 'losses.py'}:short_of_memory"
-    done = train_forked(tmp_path / "run", "--trainer.name=fsdp", loss)
+    done = train_forked(tmp_path / "run", RANKS, "--trainer.name=fsdp", loss)
     assert done.returncode == 1, done.stderr
     assert "podium: rank 1: a batch does not fit into memory" in done.stderr
     assert "lower pack.max_tokens_per_batch" in done.stderr
@@ -239,7 +261,7 @@ def test_an_error_on_one_rank_ends_all_ranks_with_the_cause(tmp_path: Path, trou
     where = trouble.partition(",")[0]
     loss = f"--loss.name={tmp_path / 'trouble.py'}:loss"
     # its limit is far below the ten minutes after which a collective call is given up
-    done = train_forked(tmp_path / "run", loss, *TROUBLES[trouble], TROUBLE=where)
+    done = train_forked(tmp_path / "run", RANKS, loss, *TROUBLES[trouble], TROUBLE=where)
     told = done.stderr.rpartition("podium: ")[2]
     assert "RuntimeError: broken on purpose" in told
     if where.startswith("backward"):  # through the loss that was given, which is named instead of the rank
@@ -282,7 +304,12 @@ def final_adapter(folder: Path) -> dict[str, Any]:
 def test_a_run_of_two_ranks_with_a_random_loss_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The ranks' batches differ in size, so after a step their random states do too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = ("--loss.name=tests.chaos.parts:noisy_loss", "--run.prompts_per_step=3", "--run.rollouts_per_prompt=3")
+    flags = (
+        RANKS,
+        "--loss.name=tests.chaos.parts:noisy_loss",
+        "--run.prompts_per_step=3",
+        "--run.rollouts_per_prompt=3",
+    )
     done = train_forked(whole, *flags, "--run.steps=4")
     assert done.returncode == 0, done.stderr
     done = train_forked(parts, *flags, "--run.steps=2")
@@ -296,14 +323,15 @@ def test_a_run_of_two_ranks_with_a_random_loss_goes_on_bit_for_bit(tmp_path: Pat
 
 def test_a_signal_while_two_ranks_sample_ends_the_run_with_a_commit_and_no_process_left(tmp_path: Path) -> None:
     folder, mark = tmp_path / "run", f"stop-{os.getpid()}"
-    sizes = ("--run.steps=5000", "--run.prompts_per_step=200", "--checkpoint.every=1000")
-    process = started(folder, *sizes, mark)
+    sizes = ("--run.steps=5000", "--run.prompts_per_step=60", "--checkpoint.every=1000")
+    process = started(folder, *sizes, environment=os.environ | {"PODIUM_TEST": mark})
     try:
         deadline = time.monotonic() + 240
-        while not rewards_so_far(folder):
+        while (
+            len(list(RunFolder(folder).events_of("sampling"))) < 2
+        ):  # then the second step's rollouts are being written
             assert time.monotonic() < deadline, "no step in time"
-            time.sleep(0.05)
-        time.sleep(0.5)  # the push is over and the next step's rollouts are being written
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:
@@ -313,10 +341,6 @@ def test_a_signal_while_two_ranks_sample_ends_the_run_with_a_commit_and_no_proce
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert ranks_of(mark) == {}
-
-
-def rewards_so_far(folder: Path) -> list[float]:
-    return rewards(folder) if (folder / "metrics.jsonl").exists() else []
 
 
 def stop_early(rank: int, ranks: int) -> int:

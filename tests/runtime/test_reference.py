@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from podium.records import ReferenceSettings
 from podium.runtime.wiring.trainer import ReferenceProcess
 from podium.settings.tables import Settings
 from podium.trainer.build import check_reference
+from tests import forked_keepers
 from tests.commands import fork_server, podium
 from tests.trainer.test_single import a_trainer, batches
 
@@ -38,6 +40,9 @@ lr = 1e-4
 kl_beta = 0.1
 [checkpoint]
 every = 1
+[[data]]
+name = "arithmetic"
+max_rows = 1000
 [[reward]]
 name = "arithmetic"
 """
@@ -51,13 +56,21 @@ def command(folder: Path, *flags: str) -> list[str]:
     return ["train", str(settings), f"--run.folder={folder}", "--quiet", *flags]
 
 
+def forked(mark: str) -> dict[str, Any]:
+    """Of a job whose reference's fork server is forked from it: tests/forked_keepers.py. Where the reference of this
+    process has a test, a fresh interpreter starts it, as for a user."""
+    return {
+        "environment": os.environ | {forked_keepers.MARK: mark},
+        "prepare": ["tests.forked_keepers:instead_of_interpreters"],
+    }
+
+
 def processes(mark: str) -> list[int]:
-    """The fork server of a reference and its child, if they were started with that mark in their environment."""
+    """The fork server of a reference and its child, if they are of the job with that mark."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            is_one = entry.name.isdigit() and b"podium.runtime.wiring.trainer" in (entry / "cmdline").read_bytes()
-            if is_one and f"PODIUM_TEST={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and forked_keepers.holds_mark(str(entry), mark):
                 found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
@@ -80,10 +93,10 @@ def test_its_logprobs_are_those_of_a_reference_beside_the_policy() -> None:
 def test_a_run_with_it_is_the_run_without_it_and_leaves_no_process(tmp_path: Path) -> None:
     finals = []
     for name, flag in (("beside", "--model.reference=initial"), ("apart", APART)):
-        environment = os.environ | {"PODIUM_TEST": f"{name}-{os.getpid()}"}
-        done = podium(*command(tmp_path / name, flag), environment=environment)
+        mark = f"{name}-{os.getpid()}"
+        done = podium(*command(tmp_path / name, flag), **forked(mark))
         assert done.returncode == 0, done.stderr
-        assert processes(environment["PODIUM_TEST"]) == []
+        assert processes(mark) == []
         finals.append(load_file(tmp_path / name / "final" / "model.safetensors"))
     assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
     lines = [json.loads(line) for line in (tmp_path / "apart" / "metrics.jsonl").read_text().splitlines()]
@@ -99,7 +112,7 @@ def test_a_death_is_told_and_leaves_nothing(tmp_path: Path, victim: str) -> None
         *command(folder, APART, "--run.steps=5000"),
         stdout=tmp_path / "stdout",
         stderr=told,
-        environment=os.environ | {"PODIUM_TEST": mark},
+        **forked(mark),
     )
     try:
         _until(lambda: len(processes(mark)) == 2 and any((folder / "checkpoints").glob("step-*")), 120)
