@@ -136,7 +136,7 @@ def podium(*arguments: str, **others: Any) -> subprocess.CompletedProcess[str]:
 def call(function: str, *given: Any, **others: Any) -> subprocess.CompletedProcess[str]:
     """What a function ("module:name") prints in a process of its own, and the status that it returns; `others` as of
     `finished`."""
-    return finished((function,), {"call": function, "given": given, "folder": ROOT}, **others)
+    return finished((function,), {"call": function, "given": given}, **({"folder": ROOT} | others))
 
 
 def finished(

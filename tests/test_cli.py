@@ -20,6 +20,7 @@ import torch
 from podium import cli
 from podium.settings.lookup import STAGES
 from podium.settings.sections import SECTIONS
+from tests import commands
 
 SETTINGS = """
 [run]
@@ -442,7 +443,7 @@ def test_a_reward_that_breaks_its_contract_ends_the_run_with_one_message(here: P
     (here / "lies.toml").write_text(
         SETTINGS.replace('[[reward]]\nname = "arithmetic"', '[[reward]]\nname = "mine:lies"')
     )
-    done = run_command("train", "lies.toml", "--quiet", folder=here)
+    done = commands.podium("train", "lies.toml", "--quiet", folder=here)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
     (message,) = done.stderr.splitlines()
@@ -590,12 +591,12 @@ def test_report_serves_the_run_until_it_is_interrupted(here: Path) -> None:
     assert cli.main(["train", "good.toml", "--quiet"]) == 0
     command = [sys.executable, "-m", "podium.cli", "report", "run", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        address = process.stdout.readline().split()[0]
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            assert b"grpo on embedded" in answer.read()
-        process.send_signal(signal.SIGINT)
         try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[0]
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                assert b"grpo on embedded" in answer.read()
+            process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()

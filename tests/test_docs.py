@@ -20,6 +20,7 @@ import pytest
 
 from podium.cli import main
 from podium.settings.tables import Settings
+from tests import commands
 from tools.settings_page import settings_reference
 
 ROOT = Path(__file__).parent.parent
@@ -60,10 +61,16 @@ def run_block(block: Block) -> None:
         for line in block.text.splitlines():
             run_command(line)
     elif block.kind == "python":
-        done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, timeout=120)
+        done = commands.call(f"{__name__}:run_python", block.text, folder=Path.cwd())
         assert done.returncode == 0, f"{block.text}\n{done.stderr}"
     else:
         Settings.from_dict({"reward": [{"name": "arithmetic"}]} | tomllib.loads(block.text))
+
+
+def run_python(text: str) -> None:
+    """In a process of its own that has torch already, as `python -c` runs it."""
+    sys.path.insert(0, "")
+    exec(compile(text, "<block>", "exec"), {"__name__": "__main__"})
 
 
 def run_command(line: str) -> None:

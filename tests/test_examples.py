@@ -8,6 +8,7 @@ import pytest
 
 from podium.cli import main
 from podium.settings.tables import Settings
+from tests.commands import podium
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -27,7 +28,10 @@ def test_smollm2_trains_a_few_steps_on_a_cpu(tmp_path: Path) -> None:
     tables["reward"] = [{"name": "tests.chaos.rewards:even_tokens"}]  # sixteen tokens are too few for a right answer
     settings = tmp_path / "settings.toml"
     settings.write_text(Settings.from_dict(tables).to_toml())
-    assert main(["train", str(settings), f"--run.folder={folder}", *small, *others, "--quiet"]) == 0
+    done = podium(
+        "train", str(settings), f"--run.folder={folder}", *small, *others, "--quiet"
+    )  # its memory goes with it
+    assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in steps if "loss/total" in line]
     assert len(trained) == 2

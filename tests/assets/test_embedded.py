@@ -13,6 +13,7 @@ from podium.engine.inprocess import Inprocess
 from podium.model.load import EMBEDDED, load_policy
 from podium.records import Answer, Request, Sampling
 from podium.settings.tables import Model
+from tests import commands
 from tests.assets import vllm_greedy
 from tools.make_embedded import make
 
@@ -81,19 +82,21 @@ def test_vllm_loads_it_and_gives_the_same_answers() -> None:
         assert theirs["logprobs"] == pytest.approx(ours.logprobs, abs=1e-3)
 
 
-def make_small(out: Path, seed: int) -> bytes:
-    command = [sys.executable, "-m", "tools.make_embedded", str(out), "--seed", str(seed)]
-    subprocess.run(
-        [*command, "--exact-steps", "3", "--careless-steps", "2"], check=True, capture_output=True, timeout=120
-    )
-    return (out / "model.safetensors").read_bytes()
+def make_small(out: str, seed: int) -> None:
+    make(Path(out), seed=seed, exact_steps=3, careless_steps=2)
 
 
 def test_the_script_makes_the_same_bytes_from_the_same_seed(tmp_path: Path) -> None:
-    one, two = (make_small(tmp_path / name, seed=0) for name in ("a", "b"))
+    """As a command, and twice in processes that have imported torch already."""
+    command = [sys.executable, "-m", "tools.make_embedded", str(tmp_path / "a"), "--seed", "0"]
+    short = ["--exact-steps", "3", "--careless-steps", "2"]
+    subprocess.run([*command, *short], check=True, capture_output=True, timeout=120)
+    for name, seed in (("b", 0), ("c", 1)):
+        done = commands.call(f"{__name__}:make_small", str(tmp_path / name), seed)
+        assert done.returncode == 0, done.stderr
+    one, two, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert one == two
-    make(tmp_path / "c", seed=1, exact_steps=3, careless_steps=2)
-    assert one != (tmp_path / "c" / "model.safetensors").read_bytes()
+    assert one != other
     assert AutoTokenizer.from_pretrained(tmp_path / "a").encode("37 + 48?") == AutoTokenizer.from_pretrained(
         EMBEDDED
     ).encode("37 + 48?")

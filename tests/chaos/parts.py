@@ -131,7 +131,7 @@ class TardyEngine(OrdinalEngine):
         self.traits = replace(self.traits, keeps_order=False)
 
     async def spoiled(self, ordinal: int, answer: Answer) -> Answer:
-        await asyncio.sleep(random.Random(answer.digest).uniform(0, 0.6))
+        await asyncio.sleep(random.Random(answer.digest).uniform(0, 0.3))
         return answer
 
 

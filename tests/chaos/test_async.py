@@ -172,7 +172,7 @@ def test_r5_a_resume_with_finished_and_unfinished_groups_on_hand_draws_them_agai
         finish = server.start({"arguments": arguments})
         if number < RESUMES:
             wait_until(lambda enough=4 * number + 2: num_steps(run) >= enough)
-            time.sleep(rng.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.1))
             os.kill(server.pid, signal.SIGKILL)
         assert finish() == (-signal.SIGKILL if number < RESUMES else 0), server.log
         log, arguments = events(run)[past:], ["resume", str(run)]

@@ -106,7 +106,8 @@ def test_g6_a_stall_leaves_the_stacks_of_all_threads_and_the_prompts_it_waits_fo
 def test_r9_a_call_that_holds_the_interpreter_is_ended_from_c(server: ChaosJobs, tmp_path: Path) -> None:
     """No thread of Python can run; faulthandler's can. The status then says running, and a resume works."""
     changes = {"engine": {"name": parts("GreedyEngine")}}
-    assert server.run("train", merged(tmp_path / "run", changes), constants=stalls_after(1)) == 1
+    limits = stalls_after(1) | {"podium.run.watchdog:GIL_S": 5.0}
+    assert server.run("train", merged(tmp_path / "run", changes), constants=limits) == 1
     assert "fault: holds the interpreter" in server.log
     assert "Timeout" in (tmp_path / "run" / "stacks.txt").read_text()
     assert server.run("resume", str(tmp_path / "run"), "--engine.name=inprocess") == 0, server.log
