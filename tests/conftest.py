@@ -23,9 +23,15 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)  # and so would every process that a test starts
 
 
-MEMORY, ENOUGH = Path("/dev/shm"), 4 << 30
-if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ENOUGH:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # runs wait for the disk at every commit
+def holds_files(place: Path) -> bool:
+    """Whether tests have room there, and may start what they write there."""
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_NOEXEC:
+        return False
+    return shutil.disk_usage(place).free > 4 << 30
+
+
+if holds_files(MEMORY := Path("/dev/shm")):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # on a disk, runs wait at every commit
 
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -44,49 +50,73 @@ def one_process() -> Iterator[None]:
 
 LONGEST = (
     "runtime/test_ray.py",
-    "engine/test_pool_faults.py",
-    "runtime/test_ranks.py",
     "runtime/test_trainers.py",
-    "engine/test_contract.py",
-    "chaos/test_async.py",
-    "chaos/test_syscalls.py",
-    "chaos/test_equal_resumes.py",
-    "chaos/test_kills.py",
-    "engine/test_vllm_local.py",
-    "test_demo.py",
-    "test_resume.py",
-    "chaos/test_faults.py",
+    "runtime/test_ranks.py",
     "trainer/test_sharded.py",
-    "runtime/test_flyte.py",
-    "test_bad_input.py",
-    "sync/test_faults.py",
-    "test_calibrate.py",
-    "chaos/test_signals.py",
-    "server/test_serve.py",
-    "test_cli.py",
-    "test_async_run.py",
-    "runtime/test_reference.py",
-    "test_checkpoint.py",
-    "engine/test_vllm_steps.py",
+    "trainer/test_ranks.py",
+    "engine/test_contract.py",
+    "engine/test_vllm_local.py",
     "engine/test_vllm_experts.py",
-    "engine/test_vllm_server.py",
-    "test_docs.py",
-    "test_examples.py",
-    "test_export_vllm.py",
+    "engine/test_vllm_steps.py",
+    "test_calibrate.py",
     "assets/test_embedded.py",
-    "model/test_load.py",
+    "sync/test_faults.py",
+    "test_export_vllm.py",
+    "sync/test_nccl.py",
+    "engine/test_pool_faults.py",
+    "chaos/test_kills.py",
+    "test_docs.py",
+    "chaos/test_async.py",
+    "test_examples.py",
+    "test_workbench.py",
+    "test_rewards_in_a_run.py",
+    "reward/test_reasoning_gym.py",
+    "chaos/test_equal_resumes.py",
+    "test_resume.py",
+    "test_fuzzed_settings.py",
+    "chaos/test_faults.py",
+    "test_checkpoint.py",
+    "engine/test_captured.py",
+    "model/test_families.py",
     "report/test_tracker.py",
+    "trainer/test_single.py",
+    "server/test_serve.py",
+    "test_async_run.py",
+    "runtime/test_flyte.py",
+    "test_lost_folder.py",
+    "runtime/test_users_stages.py",
+    "runtime/test_build.py",
+    "test_cli.py",
+    "reward/test_hostile.py",
+    "test_terminal.py",
+    "test_push.py",
+    "reward/sandbox/test_run.py",
+    "test_api.py",
+    "test_checks.py",
+    "runtime/test_memory.py",
+    "engine/test_pool.py",
+    "test_supply_chain.py",
     "report/test_browser.py",
+    "reward/isolation/test_workers.py",
+    "test_demo.py",
+    "test_same_bytes.py",
+    "runtime/test_reference.py",
+    "test_export.py",
+    "model/test_load.py",
+    "server/test_abuse.py",
+    "chaos/test_signals.py",
+    "server/test_under_load.py",
+    "model/test_device_thread.py",
 )
-"""Files of minutes, the longest first, as --durations tells: what is begun last must be short, so that all processes
-of `make test` end at about the same time."""
+"""Files of half a minute and more, the longest first, as --durations tells: what is begun last must be short, so that
+all processes of `make test` end at about the same time."""
 
 
 TOGETHER = {
     "vllm": (
         *("engine/test_contract.py", "engine/test_vllm_local.py", "engine/test_vllm_experts.py", "test_calibrate.py"),
         *("engine/test_vllm_steps.py", "sync/test_faults.py", "sync/test_nccl.py", "assets/test_embedded.py"),
-        "test_export_vllm.py",
+        *("test_export_vllm.py", "engine/test_pool_faults.py"),
     ),
     "deepspeed": (
         "runtime/test_trainers.py",
@@ -95,7 +125,8 @@ TOGETHER = {
         "trainer/test_ranks.py",
     ),
 }
-"""Files that one process of `make test` runs one after the other: what they share takes long to import."""
+"""Files that one process of `make test` runs one after the other: what they share takes long to import. They stand
+together in LONGEST."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,8 @@ Triton's interpreter runs a kernel's own lines, so what a kernel computes is tes
 it is asked in tests/gpu.
 """
 
-import sys
+import json
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -77,5 +78,11 @@ EACH = (flash_decode, softmax_rows, block_masses, add_branches)
 KERNELS: dict[str, Callable[[], None]] = {each.__name__: each for each in EACH}
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    KERNELS[sys.argv[1]]()
+    for name, compare in KERNELS.items():
+        torch.manual_seed(0)
+        try:
+            compare()
+        except Exception:
+            print(json.dumps({name: traceback.format_exc()}), flush=True)
+        else:
+            print(json.dumps({name: "right"}), flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from podium.export import export
+from tests import commands
 from tests.exporting import greedy, plain_model, trained_run
 from tests.hub_stand_in import Hub, hub_stand_in
 
@@ -24,18 +25,26 @@ def hub() -> Iterator[Hub]:
         yield made
 
 
-def push(home: Path, *arguments: str, endpoint: str, token: str | None) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the library reads its endpoint when it is imported."""
+def push(
+    home: Path, *arguments: str, endpoint: str, token: str | None, is_fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The library reads its endpoint when it is imported: a process that is not fresh has what it made of that."""
     unwanted = ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY")
     environment = {key: value for key, value in os.environ.items() if key not in unwanted}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_TOKEN": token} if token else {}
-    command = [sys.executable, "-m", "podium.cli", "push", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    if is_fresh:
+        command = [sys.executable, "-m", "podium.cli", "push", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    known = {"ENDPOINT": endpoint, "HF_TOKEN_PATH": str(home / "token"), "HF_HUB_OFFLINE": False}
+    known |= {"HF_STORED_TOKENS_PATH": str(home / "tokens"), "HF_HUB_DISABLE_XET": True}
+    constants = {f"huggingface_hub.constants:{name}": value for name, value in known.items()}
+    environment |= {"HF_HUB_OFFLINE": "0"}
+    return commands.podium("push", *arguments, environment=environment, constants=constants)
 
 
 def test_what_arrives_is_what_export_writes(run: Path, hub: Hub, tmp_path: Path) -> None:
-    done = push(tmp_path, str(run), "me/sums", "--merge", "--private", endpoint=hub.url, token=hub.token)
+    done = push(tmp_path, str(run), "me/sums", "--merge", "--private", endpoint=hub.url, token=hub.token, is_fresh=True)
     assert done.returncode == 0, done.stderr
     made = hub.repositories["me/sums"]
     assert made.get("visibility") == "private" or made.get("private") is True  # by the library's version

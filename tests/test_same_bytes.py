@@ -10,7 +10,8 @@ from pathlib import Path
 from podium.run.folder import RunFolder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "settings.toml"
-FLAGS = ["--run.steps=2", "--run.prompts_per_step=4", "--checkpoint.every=1", "--eval.data.max_rows=8"]
+SIZES = ["--run.steps=2", "--run.prompts_per_step=4", "--data.max_rows=1000", "--eval.data.max_rows=8"]
+FLAGS = [*SIZES, "--checkpoint.every=1"]
 TIMES = re.compile(r"(^time/|_s$|^bytes$|^metrics_bytes$|sha256)")
 """Keys of times, and of lengths and hashes of files that hold times."""
 ALL_TIMES = {"events.jsonl", "status.json", "lock"}

@@ -4,8 +4,6 @@ import ast
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from podium.remote.workers import MAX_FILE_BYTES
 from podium.report.console import Console
 from podium.settings.tables import Settings
 from podium.untrusted import printable, say, warn
+from tests.commands import fork_server
 from tests.conftest import small_tables
 
 ROOT = Path(podium.__file__).parent
@@ -114,17 +113,15 @@ def printing(prompt: Prompt, rollout: Rollout) -> float:
 def test_a_reward_may_print_into_a_log_that_is_larger_than_it_may_write(tmp_path: Path) -> None:
     tables = small_tables(tmp_path / "run", steps=1) | {"reward": [{"name": "tests.test_terminal:printing"}]}
     (tmp_path / "settings.toml").write_text(Settings.from_dict(tables).to_toml())
-    command = [sys.executable, "-m", "podium.cli", "train", str(tmp_path / "settings.toml")]
     log = tmp_path / "log"
     with log.open("ab") as file:
         file.truncate(MAX_FILE_BYTES + 4096)  # takes no room on the disk
-        done = subprocess.run(
-            command, stdout=file, stderr=file, cwd=Path(__file__).parents[1], timeout=300, check=False
-        )
+    process = fork_server().start("train", str(tmp_path / "settings.toml"), stdout=log, stderr=log)
+    status = process.wait(280)
     with log.open("rb") as file:
         file.seek(MAX_FILE_BYTES + 4096)
         written = file.read().decode()
-    assert done.returncode == 0, written
+    assert status == 0, written
     assert written.count("a line of the reward") == 16  # of several workers, so line breaks may follow later
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert line.get("reward/failed", 0) == 0

@@ -143,12 +143,26 @@ def test_a_misdeed_costs_its_own_rollout_and_no_other(style: Style, name: str, a
     assert isinstance(outcomes[1], Failed)
     assert re.fullmatch(REASONS[kind], outcomes[1].reason, re.DOTALL), outcomes[1].reason
     if kind == "late":
-        # of coroutines it shows only when each is tried alone which one held up the others
-        assert LIMIT_S <= seconds < LIMIT_S * (2 if style == "together" else 1) + 1
+        assert LIMIT_S <= seconds < limit_of(style) + BUSY_S
     if style == "batched":
         assert outcomes == [outcomes[1]] * 4
     else:
         assert [outcomes[0], *outcomes[2:]] == [1.0, 1.0, 1.0]
+
+
+def limit_of(style: Style) -> float:
+    """Of coroutines it shows only when each is tried alone which one held up the others."""
+    return LIMIT_S * (2 if style == "together" else 1)
+
+
+BUSY_S = 20.0
+"""What else the machine does may hold up a single one for so long."""
+
+
+def test_the_misdeeds_that_do_not_end_are_ended_within_a_second_of_their_limit(aftermath: dict[Any, Any]) -> None:
+    late = [(style, name) for style, name in CORPUS if expected_kind(name) == "late"]
+    overruns = sorted(aftermath[style, name][1] - limit_of(style) for style, name in late)
+    assert overruns[len(overruns) // 2] < 1, overruns
 
 
 async def waits(prompt: Any, rollout: Any) -> float:

@@ -21,7 +21,7 @@ from podium.reward.sandbox.inside.limits import NUMBERS, call_filter, conditions
 from tests.reward.sandbox.test_run import launchers
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
-LIMITS = Limits(test_timeout_s=5.0, total_s=10.0, memory_mb=256)
+LIMITS = Limits(test_timeout_s=20.0, total_s=60.0, memory_mb=256)
 KINDS: tuple[Sandbox, ...] = ("bubblewrap", "weak")
 
 PRELUDE = """
@@ -312,7 +312,10 @@ def more():
     time.sleep(600)
 more_at_once = threading.Thread(target=more, daemon=True)
 more_at_once.start()
-time.sleep(1)
+end = time.monotonic() + 8
+while counter._value < {MAX_THREADS - 1} and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(0.5)
 print(counter._value, flush=True)
 os._exit(0)
 """

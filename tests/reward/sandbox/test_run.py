@@ -27,7 +27,8 @@ from podium.reward.sandbox import (
 from podium.reward.sandbox.inside.limits import call_filter
 
 pytestmark = pytest.mark.skipif(_problem("bubblewrap") is not None, reason=f"no sandbox: {_problem('bubblewrap')}")
-LIMITS = Limits(test_timeout_s=2.0, total_s=6.0, memory_mb=256)
+LIMITS = Limits(test_timeout_s=20.0, total_s=60.0, memory_mb=256)
+"""Of programs that end by themselves, on a busy machine too."""
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,15 @@ def is_of_another_test(pid: int) -> bool:
 @pytest.mark.parametrize("name", STUBBORN)
 def test_a_program_that_does_not_end_is_ended_and_the_next_case_runs(name: str, kind: Sandbox) -> None:
     program = "if input() == 'bad':\n" + textwrap.indent(textwrap.dedent(STUBBORN[name]).strip(), "    ")
-    limits = Limits(test_timeout_s=1.0, total_s=60.0, memory_mb=256)
-    started = time.monotonic()
-    assert run_with_inputs(f"{program}\nelse:\n    print('good')", ["bad", "good"], limits, kind) == [None, "good\n"]
-    assert time.monotonic() - started < 55
+    program += "\nelse:\n    print('good')"
+    for limit_s in (1.0, 4.0, 16.0):  # on a busy machine a program that prints a word may take longer than a second
+        started = time.monotonic()
+        limits = Limits(test_timeout_s=limit_s, total_s=60.0, memory_mb=256)
+        found = run_with_inputs(program, ["bad", "good"], limits, kind)
+        assert time.monotonic() - started < 55
+        if found == [None, "good\n"]:
+            break
+    assert found == [None, "good\n"]
     end = time.monotonic() + 30
     while launchers() and time.monotonic() < end:  # the kernel takes a moment to end the last of them
         time.sleep(0.02)
