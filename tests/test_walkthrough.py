@@ -11,9 +11,9 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "walkthrough.md"
-MAX_FILES = 44
+MAX_FILES = 33
 """Files that one prompt passes in a step. More files are harder to hold in mind: join some, or say why not."""
-MAX_PLUMBING = 12
+MAX_PLUMBING = 7
 """Of these, files that serve every stage."""
 
 
