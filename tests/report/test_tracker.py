@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,10 +179,13 @@ def run_and_resume(folder: Path, report: dict[str, Any]) -> list[dict[str, Any]]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
+def test_tensorboard_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the run is resumed in the second in which it began: tensorboardX names its files by the second."""
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    from tensorboardX import event_file_writer
     from tensorboardX.proto.event_pb2 import Event
 
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: 1_700_000_000.5, sleep=time.sleep))
     lines = run_and_resume(tmp_path / "run", {"name": "tensorboard"})
     found: dict[int, float] = {}
     for path in sorted((tmp_path / "run" / "tensorboard").iterdir()):

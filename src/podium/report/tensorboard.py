@@ -1,5 +1,6 @@
 """TensorBoard event files in the run folder, written by tensorboardX: `tensorboard --logdir RUN/tensorboard`."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ class Tensorboard(Tracker):
         place = str(self.folder.path / "tensorboard")
         # Hides what was written after the commit from which a resume continues.
         purge_step = last_step + 1 if last_step else None
-        self._writer = tensorboardX.SummaryWriter(place, flush_secs=10, purge_step=purge_step)
+        # tensorboardX names files by the second; a resume within the same second would write over the first file.
+        own = f".{time.time_ns()}"
+        self._writer = tensorboardX.SummaryWriter(place, flush_secs=10, purge_step=purge_step, filename_suffix=own)
         if self.folder.settings.exists():
             text = self.folder.settings.read_text(encoding="utf-8")
             self._writer.add_text("settings", f"```toml\n{text}\n```", last_step)
