@@ -25,7 +25,7 @@ from podium.engine.vllm.evidence import held_adapter, held_full
 from podium.engine.vllm.steps import Served, SharedSteps
 from podium.errors import EngineError, InputError
 from podium.model.device_thread import on_device_thread
-from podium.model.evidence import Held
+from podium.model.evidence import Held, named_trained
 from podium.model.handoff import in_saved_format, publish, read_published, remove_published, write_adapter
 from podium.model.load import Policy
 from podium.records import Answer, EngineTraits, Request, Sampling
@@ -140,7 +140,9 @@ class VllmLocal:
         return await on_device_thread(self._held)
 
     def _held(self) -> Held | None:
-        shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in self._policy.named_weights()}
+        # The parameters themselves: a detached one has lost the shape that ZeRO-3 gives it.
+        trained = named_trained(self._policy.model)
+        shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in trained}
         if self._policy.peft is not None:
             layers = [name.removesuffix(".lora_A") for name in shapes if name.endswith(".lora_A")]
             rank = self._policy.peft.peft_config["default"].r

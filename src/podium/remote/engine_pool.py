@@ -75,6 +75,8 @@ class Probe:
     version: int
     token_ids: list[int]
     logprobs: list[float]
+    held: tuple[Held, ...] = ()
+    """What the members showed of these weights."""
 
 
 class EnginePool:
@@ -147,7 +149,7 @@ class EnginePool:
         assert self._weights is not None
         version = self._weights.version
         scores = await self._pool.ask_each(lambda member: member.worker.engine.score(token_ids), "score the probe")
-        self._probe = Probe(version, token_ids, next(iter(scores.values())))
+        self._probe = Probe(version, token_ids, next(iter(scores.values())), tuple(self._shown))
         return scores
 
     async def _held_each(self) -> dict[str, Held | None]:
@@ -268,13 +270,18 @@ class EnginePool:
                         continue  # newer weights replaced them meanwhile, and their folder is gone
                     raise EngineError(f"{member.name} did not take version {weights.version}: {error}") from None
             if probe is not None and probe.version == weights.version:
-                await self._compare(member, probe)
+                try:
+                    await self._compare(member, probe)
+                except EngineError:
+                    if weights is not self._weights:
+                        continue
+                    raise
             proven = (weights, probe)
         return {"policy_version": member.policy_version}
 
     async def _compare(self, member: EngineMember, probe: Probe) -> None:
         said = f"{member.name} says that it holds version {probe.version}"
-        if self._shown and not is_among(await member.worker.engine.held(), self._shown):
+        if probe.held and not is_among(await member.worker.engine.held(), probe.held):
             raise EngineError(f"{said}, but it does not hold the weights that the others hold")
         gap = mean_gap(await member.worker.engine.score(probe.token_ids), probe.logprobs)
         if not gap <= allowed_gap(TOLERANCE[self.traits.dtype], probe.logprobs):

@@ -182,8 +182,11 @@ class Member(Generic[W]):
             if task.done():
                 return task.result()
             raise WorkerError(self.lost.result() if self.lost.done() else f"no answer within {limit_s:g} s")
+        except TimeoutError as error:
+            raise WorkerError(f"no answer in time: {error}") from None
         finally:
-            await end_tasks([task])
+            task.cancel()  # not waited for: what it cleans up may take longer than the limit
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 M = TypeVar("M", bound=Member[Any])

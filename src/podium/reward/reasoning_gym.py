@@ -39,7 +39,9 @@ FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"
 INVISIBLE = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 MEMORY_MB = 512
 """Memory that scoring one answer may take in addition to what the process has."""
-PUZZLE = re.compile(r"[0-9+*/() -]{0,200}")
+PUZZLE = re.compile(r"[0-9+*/()\s-]{0,200}")
+NO_OPERATION = re.compile(r"[0-9)]\s*\(|\)\s*[0-9]|[0-9]\s+[0-9]|(?<![0-9])0[0-9]")
+"""Numbers next to each other, which a reader of mathematics multiplies or joins."""
 PROBABILITY = re.compile(r"[+-]?[0-9]{0,9}(\.[0-9]{0,40})?([eE][+-]?[0-9]{1,3})?|[0-9]{1,40}/[0-9]{1,40}")
 
 
@@ -141,7 +143,7 @@ def little_memory() -> Iterator[None]:
 
 def _makes_24(answer: str, entry: dict[str, Any]) -> bool:
     """Whether the answer uses the row's numbers, each once, and makes exactly 24 with + - * / and brackets."""
-    if not PUZZLE.fullmatch(answer):
+    if not PUZZLE.fullmatch(answer) or NO_OPERATION.search(answer):
         return False
     used = sorted(int(number) for number in re.findall(r"[0-9]+", answer))
     nodes = read_expressions([answer.strip()])

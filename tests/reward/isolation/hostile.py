@@ -452,6 +452,13 @@ def draws(prompt: Prompt, rollout: Rollout) -> float:
     return random.random()
 
 
+def narrows_its_context(prompt: Prompt, rollout: Rollout) -> float:
+    """The precision that it found, which it then changes for whoever comes after."""
+    found = decimal.getcontext().prec
+    decimal.getcontext().prec = 3
+    return float(found)
+
+
 def leaves_a_daemon(prompt: Prompt, rollout: Rollout) -> float:
     """A child of a child in a session of its own, its number in a file; then the worker dies."""
     if os.fork() == 0:

@@ -225,6 +225,14 @@ def test_what_a_reward_draws_depends_on_the_prompt_and_not_on_the_worker() -> No
     assert first != other
 
 
+def test_what_a_reward_sets_in_its_context_is_gone_at_the_next_call() -> None:
+    async def use(workers: RewardWorkers) -> list[list[Outcome]]:
+        name = f"{HOSTILE}:narrows_its_context"
+        return [await workers.score(name, "each", 5.0, group_of(["a"], ordinal=ordinal)) for ordinal in range(3)]
+
+    assert run(workers_for(f"{HOSTILE}:narrows_its_context", size=1), use) == [[28.0], [28.0], [28.0]]
+
+
 def test_a_driver_that_was_held_up_does_not_call_its_rewards_late() -> None:
     name = f"{HOSTILE}:process_number"  # takes 0.2 s
 

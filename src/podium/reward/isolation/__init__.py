@@ -11,6 +11,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -183,7 +184,8 @@ class Worker:
             reply(encode_outcome(index, outcome))
 
         try:
-            self._runner.run(call_reward(task.reward, reward, style, prompt, chosen, report, limit_s))
+            call = call_reward(task.reward, reward, style, prompt, chosen, report, limit_s)
+            self._runner.run(call, context=copy_context())  # what a reward sets there, such as decimal's precision
         except RewardContractError as breach:
             reply(encode_outcome(task.indices[0], breach))
 

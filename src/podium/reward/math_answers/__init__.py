@@ -249,7 +249,7 @@ def _by_names(one: Items, other: Items) -> bool | None:
     if mine and wanted:
         return mine.keys() == wanted.keys() and all(_same(mine[key], wanted[key]) for key in mine)
     names, point = (mine, other) if mine else (wanted, one)
-    if not names or point.kind == "set":
+    if not names or point.kind in ("set", "ratio", "matrix", "column"):
         return None
     values, items = [names[key] for key in sorted(names)], list(point.items)
     if len(values) != len(items):

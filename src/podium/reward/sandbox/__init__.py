@@ -234,17 +234,20 @@ def wait_and_answer(pid: int, limit_s: float, launcher: socket.socket) -> None:
     The first message of `launcher` brings the descriptor of the questions, or none if the kernel cannot ask.
     """
     end = time.monotonic() + limit_s
-    launcher.settimeout(max(limit_s, 0.001))
-    try:
-        _, questions, _, _ = socket.recv_fds(launcher, 16, 1)
-    except OSError:  # the time is up
-        return
     life = os.pidfd_open(pid)  # `Popen.wait` with a limit would look again and again
-    poll = select.poll()
-    for descriptor in (life, *questions):
-        poll.register(descriptor, select.POLLIN)
+    poll, questions = select.poll(), list[int]()
+    poll.register(life, select.POLLIN)
+    poll.register(launcher, select.POLLIN)
     num_granted = 0
     try:
+        # The end of the process shows here at once, even where another process holds a copy of the socket.
+        if launcher.fileno() not in [descriptor for descriptor, _ in poll.poll(max(limit_s, 0.0) * 1000)]:
+            return
+        with suppress(OSError):
+            _, questions, _, _ = socket.recv_fds(launcher, 16, 1, socket.MSG_DONTWAIT)
+        poll.unregister(launcher)
+        for descriptor in questions:
+            poll.register(descriptor, select.POLLIN)
         while (left_s := end - time.monotonic()) > 0:
             for descriptor, event in poll.poll(left_s * 1000):
                 if descriptor == life:

@@ -136,6 +136,8 @@ class Handle:
     about: Any = None
     """What the actor reported once it had started."""
     pid: int | None = None
+    is_over: bool = False
+    """Whether it was ended from here."""
 
     def note(self, about: Mapping[str, Any]) -> None:
         self.about, self.pid = about, about["pid"]
@@ -173,6 +175,7 @@ class Handle:
         await asyncio.to_thread(self._kill_surely)
 
     def kill(self) -> None:
+        self.is_over = True
         with suppress(Exception):  # the actor or the whole cluster is gone already
             ray.kill(self.actor)
 

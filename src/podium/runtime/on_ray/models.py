@@ -239,7 +239,7 @@ class TrainerActor(RunActor, HostedTrainer):
         """The hash of the published weights, which `crate` then gives away. They must be finite."""
         await self.check_finite(f"before the push of policy version {version}")
         with tempfile.TemporaryDirectory(prefix="podium-weights-") as root:
-            self._crate = pack_published(await asyncio.to_thread(self.publish, Path(root), version))
+            self._crate = await asyncio.to_thread(lambda: pack_published(self.publish(Path(root), version)))
         return self._crate.sha256
 
     def crate(self) -> PackedFolder:

@@ -171,7 +171,7 @@ class RunActors:
 def _ping(kinds: Sequence[ActorGroup], over: threading.Event) -> None:
     """Workers end when no driver pings them, and a pool pings only those that it has taken."""
     while not over.wait(PING_S):
-        for actor in [actor for kind in kinds for actor in kind.started]:
+        for actor in [actor for kind in kinds for actor in kind.started if not actor.is_over]:
             with suppress(Exception):  # a dead worker is noticed by the next call to it
                 actor.call("ping")
 
