@@ -7,6 +7,7 @@ worker died is repeated once, because the cause may have been outside (memory ta
 """
 
 import asyncio
+import decimal
 import os
 import random
 import signal
@@ -185,7 +186,9 @@ class Worker:
 
         try:
             call = call_reward(task.reward, reward, style, prompt, chosen, report, limit_s)
-            self._runner.run(call, context=copy_context())  # what a reward sets there, such as decimal's precision
+            context = copy_context()  # what a reward sets in it is gone at the next call
+            context.run(decimal.setcontext, decimal.Context())  # an object that copies would share
+            self._runner.run(call, context=context)
         except RewardContractError as breach:
             reply(encode_outcome(task.indices[0], breach))
 
