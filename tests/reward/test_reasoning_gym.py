@@ -148,11 +148,8 @@ def test_24_may_be_made_in_any_way_with_the_numbers_of_the_row() -> None:
     assert score(prompt, "<answer>(8 - 5) * 10 - 6</answer>") == 1.0
     assert score(prompt, "<answer>-6 + 10 * (-5 + 8)</answer>") == 1.0
     assert score(prompt, "<answer>10*(8 - 5) - 5</answer>") <= 0.01
-    entry = {"question": "", "answer": "2*12*1*1", "metadata": {"numbers": [2, 12, 1, 1]}}
-    prompt = make_prompt(metadata={"task": "puzzle24", "options": {}, "entry": entry})
-    assert score(prompt, "<answer>2 * 12 * 1 * 1</answer>") == 1.0
-    for without in ("2(12)*1*1", "(2)(12)*1*1", "(2)12*1*1", "02*12*1*1"):
-        assert score(prompt, f"<answer>{without}</answer>") <= 0.01, without
+    for without_a_sign in ("10(8 - 5) - 6", "(8 - 5)10 - 6", "010*(8 - 5) - 6"):
+        assert score(prompt, f"<answer>{without_a_sign}</answer>") <= 0.01, without_a_sign
     entry = {"question": "", "answer": "49/2", "metadata": {"numbers": [7, 7, 2, 1]}}
     prompt = make_prompt(metadata={"task": "puzzle24", "options": {}, "entry": entry})
     assert score(prompt, "<answer>7*7/2*1</answer>") <= 0.01  # 24.5, which the scorer cuts to 24
