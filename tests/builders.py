@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from podium.records import Group, Prompt, Rollout, RunState, StepReport, ids_digest
+from podium.records import Group, Prompt, Rollout, RunState, Span, StepReport, Turn, ids_digest
 
 
 def make_prompt(ordinal: int = 0, text: str = "What is 1 + 2?", answer: Any = "3", **others: Any) -> Prompt:
@@ -22,6 +22,20 @@ def make_rollout(text: str = "#### 3", token_ids: tuple[int, ...] = (8, 24, 2), 
         "digest": ids_digest(token_ids),
     }
     return Rollout(token_ids=token_ids, text=text, **(fields | others))
+
+
+def make_episode(*texts: str, **others: Any) -> Rollout:
+    """Turns of the policy with three tokens each, and between them a message of two tokens."""
+    spans, ids, turns, mask = [], [], [], []
+    for place, text in enumerate(texts):
+        if place:
+            turns.append(Turn("user", f"answer {place}", 0.25))
+            ids, mask = [*ids, 40, 41], [*mask, 0, 0]
+        spans.append(Span(len(ids), 3, seed=place, policy_versions=(place, place), digest=ids_digest((8, 24, 2))))
+        turns.append(Turn("assistant", text, 0.5))
+        ids, mask = [*ids, 8, 24, 2], [*mask, 1, 1, 1]
+    fields = {"loss_mask": tuple(mask), "spans": tuple(spans), "turns": tuple(turns)}
+    return make_rollout(texts[-1] if texts else "", tuple(ids), **(fields | others))
 
 
 def make_group(rewards: tuple[float | None, ...] = (0.2, 1.2), *, prompt: Prompt | None = None, **others: Any) -> Group:

@@ -56,3 +56,17 @@ def test_a_reward_of_one_s_own_passes_its_check_and_teaches(
         for line in path.read_text().splitlines()
     }
     assert {1.0, 0.4} <= rewards  # right, and one off: 0.5 · (1 − 1/5)
+
+
+def test_a_model_learns_to_use_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    small = ["--run.steps=10", "--eval.data.max_rows=64", "--model.device=cpu"]
+    assert (
+        main(["train", "examples/tool_use/settings.toml", f"--run.folder={tmp_path / 'run'}", *small, "--quiet"]) == 0
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert accuracies[0] < 0.5
+    assert accuracies[-1] >= 0.95
+    calls = [line["episodes/tool_calls_mean"] for line in lines if "episodes/tool_calls_mean" in line]
+    assert calls[-1] > calls[0] + 0.2

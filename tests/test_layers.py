@@ -28,9 +28,13 @@ ALLOWED = {
     "loop": {"errors", "observer", "records", "stages"},
     "flights": {"records", "stages"},
     "loop_async": {"flights", "loop", "records", "stages"},
+    "tool": {"errors"},
+    # Below the stages, as `model` is: data, rollouts and rewards are told of a run's tools and environment.
+    "environment": {"errors", "records", "remote.codec", "remote.workers", *FORKED, *SETTINGS},
+    "environment.build": {"environment", "errors", *SETTINGS},
     "model": {"errors", "records", "untrusted"},
     "data": BELOW_STAGES,
-    "rollout": BELOW_STAGES | {"settings.contracts"},
+    "rollout": BELOW_STAGES | {"environment", "settings.contracts"},
     "engine": BELOW_STAGES | POOL | {"remote.fork_server", "settings.lookup"},  # a pool finds engines by their names
     "reward": BELOW_STAGES | FORKED | {"settings.lookup"},  # a worker process finds its rewards by names
     "advantage": BELOW_STAGES,
@@ -42,7 +46,10 @@ ALLOWED = {
     "server": BELOW_STAGES
     | {"remote.tasks", "remote.rollouts", "settings.contracts"},  # it is handed an engine and never finds one
     "report": {"errors", "records", "run.folder", "stages", "untrusted"},
-    **{part: BELOW_STAGES | SETTINGS | {part.removesuffix(".build")} for part in BUILT - {"report.build"}},
+    **{
+        part: BELOW_STAGES | SETTINGS | {"environment.build", part.removesuffix(".build")}
+        for part in BUILT - {"report.build"}
+    },
     "report.build": {"errors", "records", "report", "run.folder", "stages", "untrusted", *SETTINGS},
     "server.serve": BELOW_STAGES | SETTINGS | {"engine.build", "export", "server"},
     "remote.codec": {"errors", "records"},

@@ -34,6 +34,7 @@ def test_no_settings_at_all_are_the_defaults() -> None:
         "data": [{"name": "arithmetic", "split": "train"}],
         "rollout": {"name": "single_turn", "temperature": 1.0, "max_new_tokens": 256, "stop": []},
         "engine": {"name": "inprocess", "concurrency": 512},
+        "tool": [],
         "reward": [],
         "scoring": {"max_failed_share": 0.1},
         "filter": {"accept": "signal", "truncated": "keep", "refill": False},
@@ -147,8 +148,8 @@ def test_the_learning_rate_follows_what_is_trained_unless_it_is_given() -> None:
 
 
 TOP = (
-    "advantage, checkpoint, data, engine, eval, filter, loss, model, pack, report, reward, rollout, run, runtime, "
-    "scoring, sync, trainer"
+    "advantage, checkpoint, data, engine, environment, eval, filter, loss, model, pack, report, reward, rollout, run, "
+    "runtime, scoring, sync, tool, trainer"
 )
 
 

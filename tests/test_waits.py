@@ -22,6 +22,7 @@ ALLOWED = {
     "observer.py: queue.get()": "the loop's own wait for groups, which the watchdog limits",
     "model/device_thread.py: made.get()": "the loop's own wait for groups, which the watchdog limits",
     "runtime/ranks/__init__.py: writing.result()": "the work is done",
+    "tool/mcp.py: closing.wait()": "until the episode ends",
     "remote/engine_pool.py: arrived.get()": "the loop's own wait for groups, which the watchdog limits",
     "engine/vllm_server.py: thread.submit(": "the call has a limit",
     "server/served.py: ready.get()": "the task that fills the queue puts itself into it when it ends",

@@ -23,7 +23,7 @@ A run with the default choice of every section has {few} options; all choices to
 
 This page is made from the code by `make docs`.
 """
-SEVERAL = ("data", "reward", "report")
+SEVERAL = ("data", "tool", "reward", "report")
 WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", dict: "table"}
 TABLE = "| key | values | default | meaning |\n|---|---|---|---|"
 
@@ -44,9 +44,11 @@ def all_options() -> list[str]:
 def default_path() -> list[str]:
     """The options of a run that keeps the default choice of every section, with the built-in data and reward."""
     made = Settings.from_dict({"reward": [{"name": "arithmetic"}]})
-    chosen = [(stage, getattr(made, stage)) for stage in STAGES]
+    chosen = [(stage, given) for stage in STAGES if (given := getattr(made, stage)) is not None]
     named = [(stage, each.name) for stage, given in chosen for each in (given if isinstance(given, list) else [given])]
-    return [*_section_options(), *(option for stage, name in named for option in _own(stage, name))]
+    absent = [section for section in STAGES if getattr(made, section) is None]
+    keys = [key for key in _section_options() if key.split(".")[0] not in absent]
+    return [*keys, *(option for stage, name in named for option in _own(stage, name))]
 
 
 def _section_options() -> list[str]:

@@ -8,7 +8,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from podium.records import Group, Prompt, Rollout, Row
+from podium.records import Group, Observation, Prompt, Rollout, Row
 
 if TYPE_CHECKING:
     from podium.reward.scoring.verifiers import checks_answer, declare_range, gold_answer, register_reward, runs_inline
@@ -23,6 +23,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 __version__ = "0.1.0"
 __all__ = [
     "Group",
+    "Observation",
     "Prompt",
     "Rollout",
     "Row",

@@ -26,6 +26,8 @@ class Flights:
     def __init__(self, stages: Stages, plan: Plan) -> None:
         self._stages, self._plan, self._observer = stages, plan, stages.observer
         self._under_way: set[int] = set()
+        self._sent: dict[int, Prompt] = {}
+        """The prompts under way as they were drawn; in a group, an environment may have added its first messages."""
         """Ordinals."""
         self._uncounted: set[int] = set()
         """Ordinals under way that do not count for their step."""
@@ -58,6 +60,7 @@ class Flights:
         prompts, self._again = [*self._again, *drawn], []
         if prompts:
             self._under_way |= {prompt.ordinal for prompt in prompts}
+            self._sent |= {prompt.ordinal: prompt for prompt in prompts}
             self._uncounted -= {prompt.ordinal for prompt in prompts}
             groups = self._observer.writing(self._stages.rollout(prompts), prompts)
             task = asyncio.create_task(self._fly(groups, len(prompts)))
@@ -123,7 +126,7 @@ class Flights:
 
     def _reject(self, group: Group, state: RunState) -> None:
         """The group is too old to be trained: its prompt is sampled again under the same ordinal."""
-        self._again.append(group.prompt)
+        self._again.append(self._sent[group.prompt.ordinal])
         self._num_stale += 1
         versions = {"oldest": group.oldest_version, "policy_version": state.policy_version}
         self._observer.event("stale", ordinal=group.prompt.ordinal, **versions)
@@ -132,6 +135,7 @@ class Flights:
         """The step is trained: its groups are no longer under way, and the engine is behind until the next `send`."""
         done = {group.prompt.ordinal for group in step.drawn}
         self._under_way -= done
+        self._sent = {ordinal: prompt for ordinal, prompt in self._sent.items() if ordinal not in done}
         self._uncounted -= done
         self._state = None
 

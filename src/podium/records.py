@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FINITE = "finite"
 Finite = Annotated[float, FINITE]
 """Neither NaN nor infinite: such a value is rejected when it arrives from another process."""
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "turns", "abort"]
 PER_TOKEN = ("token_ids", "position_ids", "loss_mask", "advantages", "rollout_logprobs")  # fields of a Batch
 PER_TOKEN += ("old_logprobs", "reference_logprobs")  # these may be None
 
@@ -242,8 +242,46 @@ class EngineTraits:
 
 
 @dataclass(frozen=True)
+class Observation:
+    """What an environment answers to a turn of the policy."""
+
+    messages: tuple[Mapping[str, str], ...] | str = ()
+    """What the policy reads next: a text, or messages with `role` and `content`."""
+    reward: Finite = 0.0
+    """Of this step."""
+    done: bool = False
+    """Whether the episode is over."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data; its numbers are added up over the episode and stand in the ledger as `counts`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one call of the engine within a rollout."""
+
+    start: int
+    """Place of the first token in the rollout's ids."""
+    length: int
+    seed: int
+    policy_versions: tuple[int, int]
+    """Of the weights that wrote the first token, and of those that wrote the last token."""
+    digest: str
+    """`ids_digest` of these tokens as the engine sampled them."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation, for rewards and people."""
+
+    role: str
+    text: str
+    seconds: Finite = 0.0
+    """That the policy wrote, or that a tool or the environment took."""
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """One answer of the policy to a prompt."""
+    """One answer of the policy to a prompt, or one episode of several turns."""
 
     token_ids: tuple[int, ...]
     """Of the answer only, including the stop id."""
@@ -253,13 +291,28 @@ class Rollout:
     """One per token: 1 where the policy wrote it, 0 where an environment did."""
     finish_reason: FinishReason
     text: str
-    """Decoded for rewards and people; never encoded back."""
+    """Decoded for rewards and people; never encoded back. Of an episode, the policy's last turn."""
     policy_version_min: int
     policy_version_max: int
     sample_index: int
     seed: int
     digest: str
     """`ids_digest` of the ids as the engine sampled them."""
+    spans: tuple[Span, ...] = ()
+    """One per call of the engine in an episode; empty if the whole answer came from one call."""
+    turns: tuple[Turn, ...] = ()
+    """The conversation after the prompt; empty for a single answer."""
+    environment_reward: Finite | None = None
+    """What the environment gave in all steps; None without an environment."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """What happened in the episode: tool calls, their errors, seconds in tools."""
+    failure: str = ""
+    """Why the environment failed. Such a rollout has no reward and is never trained."""
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote, trained or not."""
+        return sum(span.length for span in self.spans) if self.spans else len(self.token_ids)
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,17 @@ class Engine(Protocol):
 
 
 StartRollouts = Callable[[Sequence[Prompt]], AsyncIterator[Group]]
-"""Stage 2, the method `start` of a rollout stage. Prompts in, groups of rollouts out. It starts all prompts at once.
+"""The method `start` of a rollout stage. Prompts in, groups of rollouts out. It starts all prompts at once.
 Groups arrive by ordinal if the engine keeps order, otherwise as soon as they are whole. Closing the iterator gives up
 what is outstanding."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Stage 2 as it is built: `close` ends the processes of tools and environments."""
+
+    start: StartRollouts
+    close: Callable[[], None] = lambda: None
 
 
 class RewardFunction(Protocol):

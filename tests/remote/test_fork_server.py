@@ -53,6 +53,10 @@ class Served:
     def fail(self, content: bytes, reply: Reply) -> None:
         raise KeyError(content.decode())
 
+    def late(self, _: bytes, reply: Reply) -> None:
+        time.sleep(0.5)
+        reply(b"x" * 5_000_000)
+
     def sleep(self, _: bytes, reply: Reply) -> None:
         time.sleep(LONG_S)
 
@@ -119,6 +123,18 @@ def test_children_are_separate_and_get_an_environment_of_their_own() -> None:
             assert [each["mark"] for each in told] == ["all", "all", "one"]
 
     asyncio.run(run())
+
+
+def test_a_child_that_nobody_reads_any_more_ends_without_a_word(tmp_path: Path) -> None:
+    async def run() -> None:
+        with (tmp_path / "output").open("wb") as output, closing(server(output=output.fileno())) as forks:
+            child = await forks.fork()
+            await child.send("late", b"", LONG_S)
+            child.close()
+            await asyncio.to_thread(until_gone, child.pid)
+
+    asyncio.run(run())
+    assert (tmp_path / "output").read_text() == ""
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 16, 5_000_003])

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from podium.records import RunState, StepReport
 from podium.report.page import page_data, render
 from podium.report.web.reader import RunReader
 from podium.report.web.serve import report_server
 from podium.run.folder import Ledger, RunFolder
+from tests.builders import make_episode, make_group, make_prompt
 from tests.report.runs import add_step, make_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -376,3 +378,31 @@ def test_ten_thousand_steps_and_a_hundred_thousand_rollouts_stay_small_and_quick
     assert page.locator("#steps-table tbody td").first.text_content() == "10000"
     page.select_option("#pick-step", "10000")
     assert page.locator(".list button[data-key]").count() == 10
+
+
+def test_an_episode_is_shown_as_a_conversation_and_what_was_read_is_grey(tmp_path: Path, visit: Open) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    hostile = "<img src=x onerror=alert(1)> #### 3"
+    episodes = (
+        make_episode("first <b>turn</b>", hostile),
+        make_episode("alone", sample_index=1, finish_reason="abort", failure="step: the <i>game</i> broke"),
+    )
+    group = make_group((1.2, None), prompt=make_prompt(7), rollouts=episodes, advantages=(1.0, 0.0))
+    report = StepReport(RunState(step=2), {"reward/mean": 1.2}, (group,), (7,))
+    Ledger(folder, lambda token_id: f"<{token_id}>").write(report)
+    folder.write_status("finished", 2, 2)
+    page = visit(written(folder)).page
+    page.locator(".list button", has_text="step 2").first.click()
+    shown = page.locator("#turns .turn")
+    assert shown.locator("pre").all_text_contents() == ["first <b>turn</b>", "answer 1", hostile]
+    notes = shown.locator("p").all_text_contents()
+    assert notes == [
+        "policy · 3 tokens of policy version 0 · 0.5 s",
+        "user · 0.25 s",
+        "policy · 3 tokens of policy version 1 · 0.5 s",
+    ]
+    page.select_option("#pick-colour", "logprob")
+    assert page.locator("#answer-tokens .token").count() == 8
+    assert page.locator("#answer-tokens .token.read").all_text_contents() == ["<40>", "<41>"]
+    page.locator(".list button", has_text="abort").click()
+    assert "The environment failed: step: the <i>game</i> broke" in page.locator("#detail").text_content()

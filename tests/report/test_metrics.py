@@ -5,7 +5,7 @@ import pytest
 from podium.pack import pack
 from podium.records import Queues, RunState, StepGroups, UpdateResult
 from podium.report.build import group_metrics, overlap_metrics, pack_metrics, step_metrics
-from tests.builders import make_group, make_prompt, make_rollout
+from tests.builders import make_episode, make_group, make_prompt, make_rollout
 
 
 def test_reward_metrics_are_means_over_the_rollouts_that_have_a_reward() -> None:
@@ -55,6 +55,31 @@ def test_rollout_metrics_are_lengths_and_how_they_ended() -> None:
     metrics = step_metrics(RunState(step=1), step, result(), {}, 99)
     assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (3.0, 4.0)
     assert (metrics["rollout/stop_rate"], metrics["rollout/truncated_share"]) == (0.5, 0.25)
+
+
+def test_conversations_have_metrics_of_their_own() -> None:
+    episodes = (
+        make_episode("call", "call", "#### 3", counts={"tool_calls": 3.0, "tool_errors": 1.0, "tool_s": 0.5}),
+        make_episode("#### 4", finish_reason="turns"),
+        make_episode("1", "2", counts={"environment_s": 0.3}),
+        make_episode(finish_reason="abort", failure="reset: KeyError: 1"),
+    )
+    step = StepGroups(1, (make_group((1.0, 0.0, 1.0, None), rollouts=episodes),))
+    metrics = step_metrics(RunState(step=1), step, result(), {}, 99)
+    # 3, 1, 2 and 0 turns of 3 tokens; 2, 0, 1 and 0 messages of 2 tokens
+    assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (4.5, 9.0)
+    assert {name: value for name, value in metrics.items() if name.startswith("episodes/")} == {
+        "episodes/turns_mean": 1.5,
+        "episodes/read_tokens_mean": 1.5,
+        "episodes/tool_calls_mean": 0.75,
+        "episodes/tool_error_share": pytest.approx(1 / 3),
+        "episodes/tool_s_mean": 0.125,
+        "episodes/environment_s_mean": pytest.approx(0.075),
+        "episodes/out_of_turns_share": 0.25,
+        "episodes/failed": 1.0,
+    }
+    single = StepGroups(1, (make_group((1.0, 0.0)),))
+    assert not [name for name in step_metrics(RunState(step=1), single, result(), {}, 99) if "episodes" in name]
 
 
 def test_the_numbers_of_a_step() -> None:

@@ -29,8 +29,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "puzzle": ("puzzle", ["18", "eighteen"], {}),
     "max_length": ("max_length", "18", {}),
 }
-ELSEWHERE = {"code", "code_stdio", "judge", "rubric", "reasoning_gym"}
-"""They run programs, ask a model or need a task's row; their own tests attack them."""
+ELSEWHERE = {"code", "code_stdio", "judge", "rubric", "reasoning_gym", "environment"}
+"""They run programs, ask a model, need a row of a task or read no text; their own tests attack them."""
 CASES |= {name: (name, "18", {}) for name in choices("reward") if name not in {*CASES, *ELSEWHERE}}
 COMPARES = set(CASES) - {"length", "max_length", "overlong", "ifeval", "ifeval, Tulu 3", "think_format", "r1_format"}
 RIGHT = {"a lone surrogate", "right to left", "full-width digits"}

@@ -157,7 +157,7 @@ FAULTY_ROLLOUTS = {
     "token_ids=tuple(map(float, r.token_ids))": "has token ids that are not whole numbers",
     "**{k: getattr(r, k) * 999 for k in ('token_ids', 'loss_mask', 'rollout_logprobs')}": "has .* more than the mode",
     "text=None": "has a NoneType as its text",
-    "finish_reason='done'": "has finish_reason = 'done'; give one of stop, length, abort",
+    "finish_reason='done'": "has finish_reason = 'done'; give one of stop, length, turns, abort",
     "policy_version_min=99": "has policy versions 99 to 0 while the engine has version 0",
     "policy_version_max=99": "has policy versions 0 to 99 while the engine has version 0",
 }

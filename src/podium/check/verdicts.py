@@ -97,9 +97,9 @@ async def _dry_run(
     """Runs a few prompts through the real engine and rewards, then a short step if it fits into memory."""
     rollouts = settings.run.rollouts_per_prompt
     async with loaded_engine(settings, policy, data, memory) as engine:
-        rollout = make_rollout_for(settings, engine, policy, "check", rollouts)
         patient = replace(scoring.for_evaluation(), max_failed_share=1.0)  # failures are reported, the check goes on
-        groups = await held_out_groups(rollout, patient, data.in_order(DRY_RUN_PROMPTS))
+        with closing(make_rollout_for(settings, engine, policy, "check", rollouts)) as rollout:
+            groups = await held_out_groups(rollout.start, patient, data.in_order(DRY_RUN_PROMPTS))
         a_step = data.in_order(settings.run.prompts_per_step)
         timing = await time_step(settings, policy, engine, a_step, memory) if memory.fits else None
     return build_advantages(settings)(groups), timing
@@ -241,7 +241,7 @@ def _time_part(settings: Settings, data: OrderedData, groups: Sequence[Group], t
         return Part("time", ["not measured: it would not fit into memory"])
     rollouts = settings.run.prompts_per_step * settings.run.rollouts_per_prompt
     longest = settings.rollout.options.get("max_new_tokens", timing.tokens)
-    now = fmean(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    now = fmean(rollout.num_written for group in groups for rollout in group.rollouts)
     sampling = [timing.sampling_s(rollouts, length) for length in (now, longest)]
     training = [timing.training_s(rollouts, length) for length in (now, longest)]
     low, high = (sum(pair) for pair in zip(sampling, training, strict=True))

@@ -11,13 +11,14 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, islice
 from statistics import median
 from typing import Any
 
+from podium.environment.build import build_playground
 from podium.errors import InputError
 from podium.model.chat import opens_thinking, render
 from podium.model.load import Policy, Reader
@@ -59,6 +60,7 @@ class OrderedData:
         seed: int,
         fits: int,
         system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """`fits` is the number of tokens that a prompt may have."""
         rows = [row for source in sources for row in source.rows]
@@ -67,7 +69,8 @@ class OrderedData:
         self.rows, self.sources, self.num_rows, self._plan, self._seed = rows, sources, len(rows), plan, seed
         self.ranges = _ranges(sources)
         """The row indices of each source."""
-        self._ids = [self._rendered(tokenizer, *named, system) for named in zip(self.row_names, rows, strict=True)]
+        named_rows = zip(self.row_names, rows, strict=True)
+        self._ids = [self._rendered(tokenizer, *named, system, tools) for named in named_rows]
         self._opens_thinking = [opens_thinking(tokenizer, ids) for ids in self._ids]
         self.all_lengths = [len(ids) for ids in self._ids]
         """Tokens of each row's prompt, kept or not."""
@@ -86,9 +89,11 @@ class OrderedData:
         self._shuffle = lru_cache(maxsize=4)(self._shuffle_epoch)
 
     @staticmethod
-    def _rendered(tokenizer: Any, name: str, row: Row, system: str | None) -> tuple[int, ...]:
+    def _rendered(
+        tokenizer: Any, name: str, row: Row, system: str | None, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[int, ...]:
         try:
-            return render(tokenizer, row.messages, system)
+            return render(tokenizer, row.messages, system, tools)
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
 
@@ -336,15 +341,16 @@ def build_run_data(
 
 
 def build_data(settings: Settings, sources: Sequence[Source], reader: Policy | Reader, plan: Plan) -> OrderedData:
-    max_new_tokens = settings.rollout.options.get("max_new_tokens", 0)
+    longest_answer = settings.max_answer_tokens or 0
     context = min(reader.max_context_tokens, settings.max_engine_tokens)
-    fits = context - max_new_tokens
+    fits = context - longest_answer
     if fits < 1:
-        raise InputError(
-            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a context of {context}"
-        )
-    system = settings.rollout.options.get("system")
-    return OrderedData(sources, reader.tokenizer, plan, settings.run.seed, fits, system)
+        keys = [key for key in ("max_new_tokens", "max_read_tokens") if key in settings.rollout.options]
+        names = " + ".join(f"rollout.{key}" for key in keys)
+        raise InputError(f"{names} = {longest_answer} leaves no room for a prompt in a context of {context}")
+    playground = build_playground(settings, reader.tokenizer)
+    system = playground.system(settings.rollout.options.get("system"))
+    return OrderedData(sources, reader.tokenizer, plan, settings.run.seed, fits, system, playground.in_template)
 
 
 def data_lines(data: OrderedData, tokenizer: Any, section: str) -> list[str]:

@@ -35,9 +35,9 @@ def fitted(settings: Settings, longest_prompt: int) -> Settings:
     a hundred times what a run needs."""
     options, member = settings.engine.options, settings.engine_member
     has_context = "max_context_tokens" in option_fields(find("engine", member or settings.engine.name))
-    if not has_context or settings.rollout.name != "single_turn" or settings.max_engine_tokens != sys.maxsize:
+    if not has_context or settings.max_answer_tokens is None or settings.max_engine_tokens != sys.maxsize:
         return settings
-    longest = longest_prompt + settings.rollout.options.get("max_new_tokens", 256)
+    longest = longest_prompt + settings.max_answer_tokens
     needed = {"max_context_tokens": max(LEAST_CONTEXT, longest)}
     changes = {"member": {**options.get("member", {}), **needed}} if member else needed
     return settings.model_copy(update={"engine": settings.engine.model_copy(update=changes)})

@@ -127,7 +127,7 @@ class Results:
         if rewards := list(self.rewards().values()):
             made["reward_mean"] = of_mean(rewards)
         made["stop_rate"] = of_share([fmean(r.finish_reason == "stop" for r in g.rollouts) for g in self.groups])
-        made["length_mean"] = of_mean([fmean(len(r.token_ids) for r in g.rollouts) for g in self.groups])
+        made["length_mean"] = of_mean([fmean(r.num_written for r in g.rollouts) for g in self.groups])
         return made
 
     def metrics(self) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Results:
             flat[f"eval/{name}"] = estimate.value
             if name != "length_mean":
                 flat |= {f"eval/{name}_low": estimate.low, f"eval/{name}_high": estimate.high}
-        flat["eval/length_max"] = float(max(len(r.token_ids) for group in self.groups for r in group.rollouts))
+        flat["eval/length_max"] = float(max(r.num_written for group in self.groups for r in group.rollouts))
         flat["eval/prompts"] = float(len(self.groups))
         flat["eval/abstained"] = float(sum(reward is None for group in self.groups for reward in group.rewards))
         flat |= {f"eval/verifier/{name}": value for name, value in self.verifiers().items()}
@@ -247,7 +247,7 @@ def as_text(results: Results) -> str:
     head = ("", "value", "95 % interval")
     rows = [(name, f"{each.value:.4g}", _interval(each)) for name, each in results.estimates().items()]
     groups = results.groups
-    longest = max(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    longest = max(rollout.num_written for group in groups for rollout in group.rollouts)
     n = len(groups[0].rollouts)
     each = "1 rollout each" if n == 1 else f"{n} rollouts each (accuracy is mean@{n})"
     facts = f"{len(groups)} prompts, {each}, longest answer {longest} tokens"
@@ -263,7 +263,11 @@ def results_file(model: str, settings: Mapping[str, Any], results: Results) -> d
     """What `--out` writes: the model, the evaluation's settings, metrics, intervals, tables and every rollout."""
     return {
         "model": model,
-        "settings": {key: settings[key] for key in ("eval", "rollout", "reward", "scoring") if key in settings},
+        "settings": {
+            key: settings[key]
+            for key in ("eval", "rollout", "tool", "environment", "reward", "scoring")
+            if key in settings
+        },
         "metrics": results.metrics(),
         "intervals": {name: asdict(each) for name, each in results.estimates().items()},
         "verifiers": results.verifiers(),
@@ -278,7 +282,7 @@ def results_file(model: str, settings: Mapping[str, Any], results: Results) -> d
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
                 "rollouts": [
-                    {**judged(group, index), "tokens": len(rollout.token_ids)}
+                    {**judged(group, index), "tokens": rollout.num_written}
                     for index, rollout in enumerate(group.rollouts)
                 ],
             }

@@ -26,24 +26,39 @@ from podium.errors import InputError
 Message = Mapping[str, str]
 
 
-def render(tokenizer: Any, messages: Sequence[Message], system: str | None = None) -> tuple[int, ...]:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    system: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:
     """Ids of the prompt. A trailing assistant turn (an example answer) is dropped: the policy writes that turn.
-    `system` is added to messages that do not begin with their own system turn."""
+    `system` is added to messages that do not begin with their own system turn. `tools` are JSON schemas that the
+    template describes to the policy."""
     turns = [dict(message) for message in messages]
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
     if system is not None and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
+    return encoded(tokenizer, turns, tools)
+
+
+def encoded(
+    tokenizer: Any, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), after: str = ""
+) -> tuple[int, ...]:
+    """Ids of the turns and of the header of the policy's next turn; if `after` is given, of what follows that text."""
     if tokenizer.chat_template is None:
-        text = "\n".join(turn["content"] for turn in turns)
-        return tuple(tokenizer(text, add_special_tokens=True, split_special_tokens=True, verbose=False).input_ids)
-    text = _apply(tokenizer, turns)
+        text = applied(tokenizer, turns).rpartition(after)[2] if after else applied(tokenizer, turns)
+        return tuple(tokenizer(text, add_special_tokens=not after, split_special_tokens=True, verbose=False).input_ids)
+    text = applied(tokenizer, turns, tools)
     special = _special_tokens(tokenizer)
     if special is None or not any(special.search(part) for turn in turns for part in turn.values()):
         # No warning about length: rows that are too long are counted elsewhere.
+        text = text.rpartition(after)[2] if after else text
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     masked, unmask = _masked(turns, special, text)
-    return tuple(_encode_with_text(tokenizer, _apply(tokenizer, masked), unmask, special))
+    text = applied(tokenizer, masked, tools)
+    return tuple(_encode_with_text(tokenizer, text.rpartition(after)[2] if after else text, unmask, special))
 
 
 @lru_cache(maxsize=4)
@@ -59,18 +74,25 @@ def _special_names(tokenizer: Any) -> set[str]:
     return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
 
 
-def _apply(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+def applied(
+    tokenizer: Any, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, with_header: bool = True
+) -> str:
+    """The text of the turns, with the header of the policy's next turn."""
     from jinja2 import TemplateError
 
+    if tokenizer.chat_template is None:
+        return "\n".join(turn["content"] for turn in turns)
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            list(turns), tools=list(tools) or None, tokenize=False, add_generation_prompt=with_header
+        )
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise InputError(f"the model's chat template rejects the turns {roles}: {error}") from None
 
 
 def _masked(
-    turns: list[dict[str, str]], special: re.Pattern[str], text: str
+    turns: Sequence[Message], special: re.Pattern[str], text: str
 ) -> tuple[list[dict[str, str]], Callable[[str], str]]:
     """The turns with a number instead of each special token, and a function that puts the tokens back. The template
     then treats the rest of a message as usual, and every special token in its output is its own."""

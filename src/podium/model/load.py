@@ -32,6 +32,7 @@ from podium.model.self_check import ADVICE, check_model
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 EMBEDDED = Path(__file__).parent.parent / "assets" / "embedded"
+EMBEDDED_TOOLS = EMBEDDED.with_name("embedded_tools")
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ def model_folder(name: str) -> str:
     """The folder of `model.name`'s weights; a hub name is returned as it is."""
     if name == "embedded":
         return str(EMBEDDED)
+    if name == "embedded-tools":
+        return str(EMBEDDED_TOOLS)
     if name == "smollm2-135m":
         return str(smollm2_folder())
     if not (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()):

@@ -239,7 +239,11 @@ class Child:
     @property
     def is_alive(self) -> bool:
         """A process's descriptor can be read once the process has ended."""
-        return self._life is not None and not select.select([self._life], [], [], 0)[0]
+        if self._life is None:
+            return False
+        poll = select.poll()  # `select.select` takes no descriptors above 1023
+        poll.register(self._life, select.POLLIN)
+        return not poll.poll(0)
 
     @property
     def has_sent_more(self) -> bool:

@@ -200,7 +200,10 @@ class Connection:
     def _send(self, message: bytes) -> None:
         if os.getpid() != self._pid:  # the object forked, and that process returned here as well
             os._exit(1)
-        self._socket.sendall(LENGTH.pack(len(message)) + message)
+        try:
+            self._socket.sendall(LENGTH.pack(len(message)) + message)
+        except (BrokenPipeError, ConnectionResetError):  # the driver has let this child go
+            os._exit(0)
 
     def _read(self, count: int) -> bytes:
         content = self._calls.read(count)

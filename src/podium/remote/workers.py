@@ -12,7 +12,7 @@ its place. Workers are forked by a fresh interpreter, without torch, that has ma
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from podium.remote.fork_server import Child, ForkServer, Relay, RemoteError, StartError
@@ -52,7 +52,8 @@ class Workers:
             try:
                 yield worker
             except BaseException:
-                worker.kill()
+                with suppress(RemoteError, TimeoutError):
+                    await worker.bury()
                 raise
             self._idle.append(worker)
 

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from podium.errors import InputError
-from podium.records import EvalReport, Group, Queues, RunState, StepGroups, StepReport, UpdateResult
+from podium.records import EvalReport, Group, Queues, Rollout, RunState, StepGroups, StepReport, UpdateResult
 from podium.report.page import Page
 from podium.report.web.reader import run_card
 from podium.run.folder import Ledger, RunFolder, write_atomically
@@ -213,7 +213,7 @@ def step_metrics(
     """
     groups, kept = step.drawn, step.kept
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [rollout.num_written for rollout in rollouts]
     trained_version = state.policy_version - result.updated
     lags = [trained_version - rollout.policy_version_min for rollout in rollouts]
     counted = sorted({name for group in groups for name in group.reward_counts})
@@ -226,6 +226,7 @@ def step_metrics(
         "rollout/stop_rate": _mean(float(rollout.finish_reason == "stop") for rollout in rollouts),
         "rollout/truncated_share": _mean(float(rollout.finish_reason == "length") for rollout in rollouts),
         **({"rollout/tokens_per_s": sum(lengths) / seconds["engine"]} if seconds.get("engine") else {}),
+        **episode_metrics(rollouts),
         "advantage/abs_mean": _mean(abs(a) for group in kept for a in group.advantages),
         "rollout/retries": float(sum(group.num_retries for group in groups)),
         "engine/paused": float(sum(group.num_pauses for group in groups)),
@@ -262,6 +263,27 @@ def group_metrics(prefix: str, groups: Sequence[Group]) -> dict[str, float]:
         },
         f"{prefix}abstained": float(rewards.count(None)),
         f"{prefix}failed": float(sum(sum(group.reward_failures.values()) for group in groups)),
+    }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What happened in conversations; empty for single answers."""
+    episodes = [rollout for rollout in rollouts if rollout.spans or rollout.failure]
+    if not episodes:
+        return {}
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        counts.update(episode.counts)
+    calls = counts["tool_calls"]
+    return {
+        "episodes/turns_mean": _mean(len(episode.spans) for episode in episodes),
+        "episodes/read_tokens_mean": _mean(len(episode.token_ids) - episode.num_written for episode in episodes),
+        "episodes/tool_calls_mean": calls / len(episodes),
+        **({"episodes/tool_error_share": counts["tool_errors"] / calls} if calls else {}),
+        "episodes/tool_s_mean": counts["tool_s"] / len(episodes),
+        "episodes/environment_s_mean": counts["environment_s"] / len(episodes),
+        "episodes/out_of_turns_share": _mean(float(episode.finish_reason == "turns") for episode in episodes),
+        "episodes/failed": float(sum(bool(episode.failure) for episode in episodes)),
     }
 
 

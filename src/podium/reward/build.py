@@ -132,8 +132,10 @@ def scoring_recipe(settings: Settings, data: Sequence[RewardedRows], *, all_rows
             raise InputError(f"reward: {choice.name!r} is given twice; give each reward one table")
         chosen[choice.name] = choice
     default = [choice.name for choice in settings.reward if choice.format is None]
-    combinations = {names for source in data for names in source.reward_choices}
-    named_by_rows = {name for names in combinations for name in names}
+    of_rows = {names for source in data for names in source.reward_choices}
+    if settings.environment is not None and not default and () in of_rows:
+        default, chosen["environment"] = ["environment"], Reward(name="environment").resolved("reward", "reward")
+    named_by_rows = {name for names in of_rows for name in names}
     for name in sorted(named_by_rows - chosen.keys()):  # a reward without a table of its own, with its defaults
         where = f"{_first_row(data, name)}: reward {name!r}"
         if name not in choices("reward") and ":" not in name:
@@ -141,7 +143,7 @@ def scoring_recipe(settings: Settings, data: Sequence[RewardedRows], *, all_rows
         chosen[name] = Reward(name=name).resolved("reward", where)
     limits = (settings.run.prompts_per_step, settings.filter.penalty)
     recipe = ScoringRecipe(tuple(chosen.values()), tuple(default), settings.scoring, *limits)
-    unused = [] if () in combinations else sorted(set(default) - named_by_rows)
+    unused = [] if () in of_rows else sorted(set(default) - named_by_rows)
     if all_rows and unused:
         raise InputError(f"reward {unused[0]!r} has no effect: every row names its own reward; remove one or the other")
     if all_rows and recipe.section.worker_memory_mb is not None and not recipe.needs_processes():

@@ -34,4 +34,4 @@ def max_length(
     zero_at: Annotated[int, Field(ge=1, description="distance from the target, in tokens, that scores 0")] = 8192,
 ) -> float:
     """0 … 1."""
-    return max(0.0, 1.0 - abs(len(rollout.token_ids) - target_tokens(prompt.answer)) / zero_at)
+    return max(0.0, 1.0 - abs(rollout.num_written - target_tokens(prompt.answer)) / zero_at)

@@ -23,5 +23,5 @@ def overlong(
     buffer_tokens: Annotated[int, Field(ge=1, description="tokens over which it falls to -1")],
 ) -> float:
     """−1 … 0."""
-    excess = max(0, len(rollout.token_ids) - free_tokens)
+    excess = max(0, rollout.num_written - free_tokens)
     return 0.0 - min(1.0, excess / buffer_tokens)

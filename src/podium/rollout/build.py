@@ -8,13 +8,14 @@ from functools import partial
 from numbers import Integral
 from typing import Any, Protocol, get_args
 
+from podium.environment.build import build_playground
 from podium.errors import InputError
 from podium.records import FinishReason, Group, Prompt, Rollout
 from podium.settings.contracts import checked, is_users, signature_of, user_code
 from podium.settings.lookup import find
 from podium.settings.sections import Eval
 from podium.settings.tables import Settings
-from podium.stages import Engine, StartRollouts
+from podium.stages import Engine, Rollouts
 
 END: Any = object()
 
@@ -37,22 +38,29 @@ class PolicyTokens(Protocol):
 
 def make_rollout_for(
     settings: Settings, engine: Engine, policy: PolicyTokens, purpose: str, rollouts_per_prompt: int | None = None
-) -> StartRollouts:
-    """`start` of the rollout stage; `purpose`, such as "train" or "eval", keeps the seeds of training, evaluation and
+) -> Rollouts:
+    """The rollout stage; `purpose`, such as "train" or "eval", keeps the seeds of training, evaluation and
     checks apart. `rollouts_per_prompt` is by default that of the purpose."""
     name, is_eval = settings.rollout.name, purpose == "eval"
     count = rollouts_per_prompt or (settings.eval.n if is_eval else settings.run.rollouts_per_prompt)
     options = eval_options(settings) if is_eval else settings.rollout.options
     wiring = (engine, policy.tokenizer, policy.stop_ids, policy.vocabulary, count, settings.run.seed, purpose)
+    handed, make = {}, find("rollout", name)
+    if "playground" in signature_of(f"rollout.name = {name!r}", make).parameters:
+        handed["playground"] = build_playground(settings, policy.tokenizer)
+    elif settings.tool or settings.environment:
+        given = "[[tool]]" if settings.tool else "[environment]"
+        raise InputError(f"{given} has no effect with rollout.name = {name!r}; use rollout.name = 'conversation'")
     with user_code("rollout.name", name):
-        stage = checked("rollout", name, find("rollout", name)(*wiring, **options))
+        stage = checked("rollout", name, make(*wiring, **handed, **options))
+    close = getattr(stage, "close", lambda: None)
     if not is_users(name):
-        return stage.start
+        return Rollouts(stage.start, close)
 
     def newest_version() -> int | None:  # weights that change in flight may write before the engine says so
         return None if settings.run.in_flight else engine.policy_version
 
-    return partial(checked_groups, stage.start, name, policy, newest_version)
+    return Rollouts(partial(checked_groups, stage.start, name, policy, newest_version), close)
 
 
 def eval_options(settings: Settings) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class SingleTurn:
         trained, and counted. If no prompt of the call gets a usable answer, the run ends.
         """
         missing = {prompt.ordinal: prompt for prompt in sorted(prompts, key=lambda each: each.ordinal)}
-        rollouts: list[asyncio.Task[_Outcome]] = []
+        rollouts: list[asyncio.Task[Outcome]] = []
         groups: list[asyncio.Task[tuple[Group, str]]] = []
         for prompt in missing.values():
             own = [asyncio.create_task(self._rollout(prompt, index)) for index in range(self._rollouts_per_prompt)]
@@ -91,11 +91,17 @@ class SingleTurn:
     def _name(self, prompt: Prompt) -> str:
         return f"{self._purpose}/{prompt.ordinal}"
 
-    async def _rollout(self, prompt: Prompt, index: int) -> "_Outcome":
+    async def _rollout(self, prompt: Prompt, index: int) -> "Outcome":
         """One rollout. A call that fails is repeated, and so is one whose answer cannot be right."""
         group = PrefixGroup(self._name(prompt), self._rollouts_per_prompt)
         seed = rollout_seed(self._seed, self._purpose, prompt.ordinal, index)
-        request = Request(prompt.token_ids, self._sampling, seed, group)
+        answer, num_retries, fault = await self._asked(prompt, Request(prompt.token_ids, self._sampling, seed, group))
+        if answer is None:
+            return Outcome(None, num_retries, failure=f"{prompt.label}: {fault}")
+        return Outcome(self._made(answer, index, seed), num_retries, answer.num_pauses)
+
+    async def _asked(self, prompt: Prompt, request: Request) -> tuple[Answer | None, int, str]:
+        """The engine's answer, how often it was asked again, and why there is none."""
         num_breaks = num_retries = 0
         while True:
             try:
@@ -110,11 +116,11 @@ class SingleTurn:
                 if num_breaks > self._max_retries:
                     raise
             else:
-                fault = answer_fault(answer, self._sampling, self._vocabulary)
+                fault = answer_fault(answer, request.sampling, self._vocabulary)
                 if fault is None:
-                    return _Outcome(self._made(answer, index, seed), num_retries, answer.num_pauses)
+                    return answer, num_retries, ""
                 if num_retries == self._max_retries:
-                    return _Outcome(None, num_retries, failure=f"{prompt.label}: {fault}")
+                    return None, num_retries, fault
                 num_retries += 1
             request = replace(request, prefix_group=None)  # the engine counts the requests of a group
 
@@ -134,7 +140,7 @@ class SingleTurn:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What became of one rollout."""
 
     rollout: Rollout | None
@@ -144,21 +150,29 @@ class _Outcome:
     """Times that the engine paused it."""
     failure: str = ""
     """Why there is no rollout."""
+    prompt: Prompt | None = None
+    """With what the environment added to the row; None: as the data rendered it."""
 
 
-async def _group(prompt: Prompt, rollouts: Sequence[Awaitable[_Outcome]]) -> tuple[Group, str]:
+async def _group(prompt: Prompt, rollouts: Sequence[Awaitable[Outcome]]) -> tuple[Group, str]:
     """The whole group, or one without rollouts and why."""
     outcomes = await asyncio.gather(*rollouts)
     num_retries = max(outcome.num_retries for outcome in outcomes)
     failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
     made = () if failure else tuple(outcome.rollout for outcome in outcomes if outcome.rollout is not None)
     num_pauses = sum(outcome.num_pauses for outcome in outcomes)
-    return Group(prompt, made, num_retries=num_retries, num_pauses=num_pauses), failure
+    opened = next((outcome.prompt for outcome in outcomes if outcome.prompt is not None), prompt)
+    reason = "the environment began this episode with another message than the first of its group"
+    pairs = [(each, (outcome.prompt or prompt).token_ids) for each, outcome in zip(made, outcomes, strict=False)]
+    made = tuple(
+        replace(each, failure=each.failure or reason) if ids != opened.token_ids else each for each, ids in pairs
+    )
+    return Group(opened, made, num_retries=num_retries, num_pauses=num_pauses), failure
 
 
-def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int) -> int:
-    """63 bits that no other rollout of the run has."""
-    text = f"{seed}/{purpose}/{ordinal}/{sample_index}".encode()
+def rollout_seed(seed: int, purpose: str, ordinal: int, sample_index: int, turn: int = 0) -> int:
+    """63 bits that no other rollout of the run has; each later turn of an episode has its own."""
+    text = f"{seed}/{purpose}/{ordinal}/{sample_index}{f'/{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

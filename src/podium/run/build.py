@@ -44,7 +44,7 @@ free    run.steps run.epochs
 refuse  run.folder run.seed run.prompts_per_step run.rollouts_per_prompt run.sync_every run.max_lag run.in_flight
 refuse  model.name model.dtype model.lora model.reference model.trust_remote_code
 warn    model.device
-refuse  data rollout reward advantage loss
+refuse  data rollout tool environment reward advantage loss
 warn    engine sync runtime reward.timeout_s
 free    scoring.max_failed_share
 warn    scoring.worker_memory_mb

@@ -27,7 +27,7 @@ import numpy as np
 import orjson
 
 from podium.errors import CheckpointError, InputError, StorageError
-from podium.records import EvalReport, Group, StepReport
+from podium.records import EvalReport, Group, Rollout, StepReport
 from podium.untrusted import open_regular, read_regular
 
 OUTSIDE = "flyte"
@@ -415,7 +415,7 @@ def held_out_lines(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                 "prompt": group.prompt.question,
                 "answer": group.prompt.answer,
                 **judged(group, index),
-                "tokens": len(rollout.token_ids),
+                "tokens": rollout.num_written,
             }
 
 
@@ -427,6 +427,19 @@ def judged(group: Group, index: int) -> dict[str, Any]:
         "reward_parts": dict(group.reward_parts[index]),
         "correct": group.correct[index],
         "finish_reason": group.rollouts[index].finish_reason,
+        **episode(group.rollouts[index]),
+    }
+
+
+def episode(rollout: Rollout) -> dict[str, Any]:
+    """The conversation: turns as role, text and seconds, and spans as start, length, seed and policy versions."""
+    if not rollout.turns and not rollout.failure:
+        return {}
+    return {
+        "turns": [[turn.role, turn.text, round(turn.seconds, 3)] for turn in rollout.turns],
+        "spans": [[span.start, span.length, span.seed, *span.policy_versions] for span in rollout.spans],
+        "counts": {name: round(value, 3) for name, value in rollout.counts.items()},
+        **({"failure": rollout.failure} if rollout.failure else {}),
     }
 
 

@@ -156,9 +156,9 @@ def held_out_results(settings: Settings, weights: Path | None = None) -> Results
 
         async def groups() -> list[Group]:
             await hand_over(settings, engine, policy, f"eval-{uuid4().hex[:12]}")
-            return await held_out_groups(rollout, scoring, held_out.in_order())
+            return await held_out_groups(rollout.start, scoring, held_out.in_order())
 
-        with closing(engine), closing(scoring):
+        with closing(engine), closing(rollout), closing(scoring):
             return Results(asyncio.run(groups()), settings.eval.ks, held_out.tables)
 
 

@@ -19,6 +19,7 @@ from podium.records import EngineTraits
 HANDED: dict[str, tuple[str, ...]] = {
     "data": (),
     "rollout": ("engine", "tokenizer", "stop_ids", "vocabulary", "rollouts_per_prompt", "seed", "purpose"),
+    "environment": (),
     "engine": ("policy", "snapshot"),
     "reward": ("prompt", "rollout"),
     "advantage": ("rewards",),
@@ -34,6 +35,7 @@ ON_DEMAND = {"engine": ("compute_dtype", "overlaps", "in_flight", "on_event"), "
 """Passed by keyword too where the signature has a parameter of that name; such a parameter stands before the `*`."""
 METHODS = {
     "rollout": ("start",),
+    "environment": ("reset", "step"),
     "engine": ("generate", "release", "score", "close"),
     "trainer": ("step", "score", "weights", "state"),
     "sync": ("push", "close"),
@@ -49,7 +51,7 @@ def is_users(name: str) -> bool:
 def check_call(stage: str, where: str, name: str, thing: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Whether `thing` can be called as its stage is, and, if it is a class, whether it has the methods."""
     is_elsewhere = stage == "reward" and (inspect.isclass(thing) or name.startswith("__main__:"))
-    if not is_users(name) or is_elsewhere:  # rewards that are classes have rules of their own
+    if not is_users(name) or is_elsewhere or stage == "tool":  # classes of rewards, and tools, have rules of their own
         return
     signature = signature_of(f"{where} = {name!r}", thing)
     handed, wanted = HANDED[stage], [key for key in ON_DEMAND.get(stage, ()) if key in signature.parameters]

@@ -28,7 +28,20 @@ OF_A_UNION = re.compile(
     r"[A-Z]|(literal|tuple|list|dict|constrained|function|is-instance)\b[\[-]|(int|float|str|bool)$"
 )
 """What pydantic puts into the path of a field that may have one of several types; keys begin with a small letter."""
-STAGES = ("data", "rollout", "engine", "reward", "advantage", "loss", "trainer", "sync", "report", "runtime")
+STAGES = (
+    "data",
+    "rollout",
+    "tool",
+    "environment",
+    "engine",
+    "reward",
+    "advantage",
+    "loss",
+    "trainer",
+    "sync",
+    "report",
+    "runtime",
+)
 """Folders whose files are choices."""
 NO_CHOICES = ("build", "objective")
 """Files of such a folder that build the stage, or hold what users' own choices import."""

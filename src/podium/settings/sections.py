@@ -101,7 +101,7 @@ class SeparateReference(Section):
 
 class Model(Section):
     name: ModelName = "embedded"
-    """"embedded", "smollm2-135m", a folder or a hub name."""
+    """"embedded", "embedded-tools", "smollm2-135m", a folder or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the weights; bfloat16 needs LoRA, and the adapter stays in float32. auto: bfloat16 for LoRA on a
     GPU, else float32."""
@@ -216,6 +216,17 @@ class DataSource(Choice):
         if isinstance(given, float) and given > 1000:
             raise ValueError("a share repeats rows at most 1000 times; a number of rows has no decimal point")
         return given
+
+
+class Tool(Choice):
+    """A function that the policy may call in a conversation."""
+
+
+class Environment(Choice):
+    """What answers the policy in a conversation."""
+
+    reward: Literal["sum", "last"] = "sum"
+    """Which of the rewards of an episode's steps count."""
 
 
 class Reward(Choice):
@@ -341,6 +352,7 @@ SECTIONS: dict[str, type[Section]] = {
     "model.lora": Lora,
     "data": DataSource,
     "reward": Reward,
+    "environment": Environment,
     "scoring": Scoring,
     "filter": Filter,
     "pack": Pack,

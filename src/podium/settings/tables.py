@@ -22,6 +22,7 @@ from podium.settings.sections import (
     CheckpointSection,
     Choice,
     DataSource,
+    Environment,
     Eval,
     Filter,
     Lora,
@@ -32,6 +33,7 @@ from podium.settings.sections import (
     Run,
     Scoring,
     Section,
+    Tool,
 )
 
 SECRET_KEY = re.compile(r"(api_?key|password|passwd|secret|access_token|auth_token)$", re.IGNORECASE)
@@ -47,6 +49,8 @@ class Settings(Section):
     model: Model = Model()
     data: list[DataSource] = Field(default_factory=lambda: [DataSource()])
     rollout: Choice = Choice(name="single_turn")
+    tool: list[Tool] = Field(default_factory=list)
+    environment: Environment | None = None
     engine: Choice = Choice(name="inprocess")
     reward: list[Reward] = Field(default_factory=list)
     scoring: Scoring = Scoring()
@@ -89,7 +93,7 @@ class Settings(Section):
             return tables
         _refuse_secrets(tables)
         refuse_removed(tables)
-        for section in ("data", "reward", "report"):
+        for section in ("data", "tool", "reward", "report"):
             if isinstance(tables.get(section), dict):
                 raise InputError(f"[{section}] must be written [[{section}]]: there may be several, one table each")
         defaults = {section: cls.model_fields[section].default for section in CHOICES}
@@ -123,8 +127,10 @@ class Settings(Section):
         )
         lists: dict[str, Any] = {
             stage: [item.resolved(stage, f"{stage}[{index}]") for index, item in enumerate(getattr(self, stage))]
-            for stage in ("data", "reward", "report")
+            for stage in ("data", "tool", "reward", "report")
         }
+        if self.environment is not None:
+            resolved["environment"] = self.environment.resolved("environment", "environment")
         held_out = [item.resolved("data", f"eval.data[{index}]") for index, item in enumerate(self.eval.data)]
         return self.model_copy(
             update={**resolved, **lists, "model": model, "eval": self.eval.model_copy(update={"data": held_out})}
@@ -180,6 +186,13 @@ class Settings(Section):
         """Tokens of prompt and answer that the engine takes by its own options; a pool has those of its members."""
         options = self.engine.options
         return (options | options.get("member", {})).get("max_context_tokens") or sys.maxsize
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Most tokens of a rollout after its prompt; None for a user's own stage that does not say."""
+        options = self.rollout.options
+        written = options.get("max_new_tokens")
+        return None if written is None else written + options.get("max_read_tokens", 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what is not set is left out."""
@@ -274,7 +287,7 @@ def _step_into(place: Any, part: str, flag: str) -> Any:
         raise InputError(f"{shown(repr(flag))}: {part!r} is inside a value that is not a table")
     if isinstance(place.get(part), bool) or place.get(part) == []:
         del place[part]  # `lora = false` or `data = []` in the file, `--model.lora.r=8` on the command line
-    return place.setdefault(part, [{}] if part in ("data", "reward", "report") else {})
+    return place.setdefault(part, [{}] if part in ("data", "tool", "reward", "report") else {})
 
 
 def _value(raw: str) -> Any:

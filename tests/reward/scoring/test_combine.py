@@ -1,14 +1,16 @@
 """Task rewards and format rewards. `a`, `b` … are the values that the rewards gave."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from podium.records import Group
+from podium.reward.arithmetic import arithmetic
 from podium.reward.scoring.stage import NamedReward, Scoring, is_correct, total
 from podium.reward.scoring.verifiers import declare_range
-from tests.builders import make_prompt, make_rollout
+from tests.builders import make_episode, make_prompt, make_rollout
 from tests.reward.scoring.test_stage import score
 
 
@@ -116,3 +118,21 @@ def test_evaluation_weighs_as_training_does() -> None:
 def test_one_reward_named_twice_counts_once() -> None:
     (scored,) = score(scoring(), group("is_a", "is_a"))
     assert scored.rewards == (1.0, 0.0, 0.0)
+
+
+def test_an_episode_whose_environment_failed_abstains_and_the_others_are_scored() -> None:
+    rollouts = (make_episode("#### 3"), make_episode(failure="step: the game broke"), make_episode("#### 4"))
+    scoring = Scoring({"arithmetic": NamedReward("arithmetic", arithmetic)}, ("arithmetic",), 1)
+    scored = asyncio.run(scoring.score(Group(make_prompt(), rollouts)))
+    assert scored.rewards == (1.2, None, 0.2)
+    assert scored.correct == (True, None, False)
+    assert scored.reward_failures == {"arithmetic: step: the game broke": 1}
+    assert scored.trainable == [0, 2]
+
+
+def test_a_group_in_which_every_environment_failed_has_no_reward() -> None:
+    scoring = Scoring({"arithmetic": NamedReward("arithmetic", arithmetic)}, ("arithmetic",), 1)
+    scored = asyncio.run(scoring.score(Group(make_prompt(), (make_episode(failure="a"), make_episode(failure="b")))))
+    assert scored.rewards == (None, None)
+    assert not scored.has_signal
+    assert scored.trainable == []

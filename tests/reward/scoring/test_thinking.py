@@ -42,8 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
 
 ELSEWHERE = {"judge", "rubric"}
 """They ask a model; see `test_judge.py`."""
-NOT_ANSWERS = {"length", "max_length", "overlong", "think_format", "r1_format"}
-"""They score the length or the form, of which thinking is a part."""
+NOT_ANSWERS = {"length", "max_length", "overlong", "think_format", "r1_format", "environment"}
+"""They score the length or the form, of which thinking is a part, or what happened in an environment."""
 
 
 def score(name: str, text: str, *, opens: bool = False, **options: Any) -> float:

@@ -333,7 +333,14 @@ def is_whole(line: Mapping[str, Any]) -> bool:
         and all(type(token_id) is int for token_id in line["token_ids"])
         and all(isinstance(value, NUMBER) for value in line["logprobs"])
         and isinstance(line.get("logprob_gaps"), (list, NoneType))
+        and all(_is_turn(turn) for turn in line.get("turns", ()))
+        and all(isinstance(span, list) and list(map(type, span)) == [int] * 5 for span in line.get("spans", ()))
     )
+
+
+def _is_turn(turn: Any) -> bool:
+    """Role, text, seconds."""
+    return isinstance(turn, list) and len(turn) == 3 and type(turn[2]) in NUMBER and {*map(type, turn[:2])} == {str}
 
 
 def chosen(lines: Sequence[Mapping[str, Any]], step: int) -> list[dict[str, Any]]:
@@ -366,4 +373,11 @@ def for_page(line: Mapping[str, Any], step: int, *, is_cut: bool) -> dict[str, A
         "num_tokens": len(line["token_ids"]),
         "num_chars": len(line["text"]),
     }
+    if turns := line.get("turns"):
+        of_turn = LIMITS["text"] // len(turns) if is_cut else None
+        made |= {
+            "turns": [[role, text[:of_turn], seconds] for role, text, seconds in turns],
+            "spans": line.get("spans", []),
+            "failure": str(line.get("failure", "")),
+        }
     return made | {key: made[key][:limit] for key, limit in LIMITS.items() if is_cut and made[key] is not None}

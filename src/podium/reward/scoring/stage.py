@@ -155,7 +155,12 @@ class Scoring:
         return self._with_outcomes(group, rewards, [[Failed(reason)] * len(group.rollouts)] * len(rewards))
 
     async def outcomes(self, reward: NamedReward, group: Group) -> list[Outcome]:
-        """The outcome of one reward alone for each rollout; a breach of contract is raised."""
+        """The outcome of one reward alone for each rollout; a breach of contract is raised. An episode whose
+        environment failed has none."""
+        if any(rollout.failure for rollout in group.rollouts):
+            good = tuple(rollout for rollout in group.rollouts if not rollout.failure)
+            found = iter(await self.outcomes(reward, replace(group, rollouts=good)) if good else ())
+            return [Failed(each.failure) if each.failure else next(found) for each in group.rollouts]
         style = style_of(reward.function)
         if reward.timeout_s is not None:
             assert self.workers is not None

@@ -232,7 +232,7 @@ def prepare_cluster(settings: Settings, **context: Any) -> tuple[Any, Any, str |
     version = f"podium-{podium.__version__}-{digest.hexdigest()}"
     runner = flyte.with_runcontext(mode="remote", copy_style="none", version=version, **context)
     name = settings.model.name
-    if name in ("embedded", "smollm2-135m"):
+    if name in ("embedded", "embedded-tools", "smollm2-135m"):
         return runner, Dir.empty(), None
     folder = Path(name).expanduser()
     return (runner, Dir.from_local_sync(folder), None) if folder.is_dir() else (runner, Dir.empty(), name)

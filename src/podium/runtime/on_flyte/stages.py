@@ -40,6 +40,7 @@ from podium.runtime.on_flyte.driver import Driving
 from podium.runtime.on_flyte.tasks import BATCHES, Job, Reply, as_podium_error, read_state, release, stored, with_base
 from podium.runtime.wiring.stages import Placed, read_rows
 from podium.settings.tables import Settings
+from podium.stages import Rollouts
 from podium.sync.build import probe_ids
 
 FRAME = '<iframe srcdoc="{page}" style="width:100%;height:95vh;border:0" title="Podium"></iframe>'
@@ -71,7 +72,7 @@ def place(driving: Driving, settings: Settings, folder: RunFolder, step: int | N
         data=data,
         tokenizer=tokenizer,
         scoring=scoring,
-        rollout=lambda purpose: partial(write_by_tasks, sender, weights, settings, purpose),
+        rollout=lambda purpose: Rollouts(partial(write_by_tasks, sender, weights, settings, purpose)),
         engine=weights,
         trainer=trainer,
         train=trainer.step,
@@ -196,7 +197,7 @@ def _asked_for(groups: Sequence[Group], prompts: Sequence[Prompt], count: int, v
     taken = []
     for prompt in prompts:
         group = by_ordinal.get(prompt.ordinal)
-        if group is None or group.prompt.token_ids != prompt.token_ids:
+        if group is None or not _is_of(group.prompt, prompt):
             raise EngineError(f"a rollout task left prompt {prompt.ordinal} unanswered")
         samples = [rollout.sample_index for rollout in group.rollouts]
         versions = {(rollout.policy_version_min, rollout.policy_version_max) for rollout in group.rollouts}
@@ -205,8 +206,20 @@ def _asked_for(groups: Sequence[Group], prompts: Sequence[Prompt], count: int, v
                 f"prompt {prompt.ordinal}: asked for {count} rollouts of policy version {version}, got samples "
                 f"{samples} of versions {sorted(versions)}"
             )
-        taken.append(replace(group, prompt=prompt))
+        found = group.prompt
+        taken.append(replace(group, prompt=replace(prompt, token_ids=found.token_ids, messages=found.messages)))
     return taken
+
+
+def _is_of(found: Prompt, prompt: Prompt) -> bool:
+    """Whether a prompt is the one that was asked for; an environment may have added its first messages."""
+    if found.token_ids == prompt.token_ids:
+        return True
+    row = [turn for turn in prompt.messages if turn["role"] != "assistant"]
+    return (
+        len(found.messages) > len(row)
+        and [dict(turn) for turn in row] == [dict(turn) for turn in found.messages][: len(row)]
+    )
 
 
 async def score_by_task(sender: Sender, group: Group) -> Group:

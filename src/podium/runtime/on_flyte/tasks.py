@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,8 +230,8 @@ class Writer:
         """Groups of rollouts by weights that are proven to be the trainer's: `expected` are its probe logprobs."""
         async with self._turn:
             await self._hold(version, weights, expected)
-            rollout = make_rollout_for(self._job.settings, self._engine, self._policy, purpose)
-            return [group async for group in rollout(prompts)]
+            with closing(make_rollout_for(self._job.settings, self._engine, self._policy, purpose)) as rollout:
+                return [group async for group in rollout.start(prompts)]
 
     async def _hold(self, version: int, weights: Dir, expected: Sequence[float]) -> None:
         if self._weights == weights.path:

@@ -104,7 +104,7 @@ def memory_plan(settings: Settings, policy: Policy, longest_prompt: int) -> Memo
     trained = sum(p.nbytes for p in trainable)
     copies_reference = reference is not None and not isinstance(reference, SeparateReference)
     copies_reference &= policy.peft is None or reference != "initial"
-    longest_answer = settings.rollout.options.get("max_new_tokens", 0)
+    longest_answer = settings.max_answer_tokens or 0
     longest = longest_prompt + longest_answer
     compute_dtype = products_dtype(options.get("precision"), policy.model.dtype)
     tokens = settings.pack.max_tokens_per_batch

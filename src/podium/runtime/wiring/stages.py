@@ -26,7 +26,7 @@ from podium.run.folder import Ledger, RunFolder, piece_decoder
 from podium.run.watchdog import Watchdog, stall_limit_s
 from podium.runtime.wiring.memory import MemoryPlan
 from podium.settings.tables import Settings
-from podium.stages import SavedTrainer, Stages, StartRollouts, Sync
+from podium.stages import Rollouts, SavedTrainer, Stages, Sync
 
 
 class PlacedEngine(Protocol):
@@ -45,7 +45,7 @@ class Placed:
     data: RunData
     tokenizer: Any
     scoring: Scoring
-    rollout: Callable[[str], StartRollouts]
+    rollout: Callable[[str], Rollouts]
     """From the purpose, "train" or "eval", to the rollout stage."""
     engine: PlacedEngine
     trainer: SavedTrainer
@@ -78,6 +78,8 @@ class Wired:
     reports: Reports
     ledger: Ledger
     watchdog: Watchdog
+    rollouts: Sequence[Rollouts] = ()
+    """For training and for evaluation."""
     end: Callable[[], None] = lambda: None
     """Ends what the runtime itself started; called last."""
 
@@ -85,7 +87,14 @@ class Wired:
         """Closes everything that was started; if one of them fails to close, the others are still closed."""
         stages = self.stages
         with ExitStack() as last_first:
-            for close in (self.end, stages.sync.close, self.engine.close, stages.reward.close, self.watchdog.end):
+            for close in (
+                self.end,
+                stages.sync.close,
+                self.engine.close,
+                *(each.close for each in self.rollouts),
+                stages.reward.close,
+                self.watchdog.end,
+            ):
                 last_first.callback(close)
 
 
@@ -116,9 +125,10 @@ def wire(
         engine=placed.engine,
         channel=type(placed.sync).__name__.lower(),
     )
+    rollout, held_out_rollout = placed.rollout("train"), placed.rollout("eval")
     stages = Stages(
         data=data,
-        rollout=placed.rollout("train"),
+        rollout=rollout.start,
         reward=placed.scoring,
         assign_advantages=build_advantages(settings),
         filter=build_filter(settings),
@@ -139,7 +149,7 @@ def wire(
         ),
         report=reports,
         evaluation=HeldOut(
-            placed.rollout("eval"),
+            held_out_rollout.start,
             placed.scoring.for_evaluation(),
             held_out.in_order() if held_out else [],
             data.end,
@@ -151,5 +161,7 @@ def wire(
         ),
         observer=observer,
     )
-    watchdog = Watchdog(folder, observer, stall_limit_s(settings.rollout.options.get("max_new_tokens", 1)))
-    return Wired(stages, placed.engine, plan, reports, ledger, watchdog, placed.end)
+    options = settings.rollout.options
+    stall_s = stall_limit_s(options.get("max_new_tokens", 1)) + options.get("episode_timeout_s", 0.0)
+    watchdog = Watchdog(folder, observer, stall_s)
+    return Wired(stages, placed.engine, plan, reports, ledger, watchdog, (rollout, held_out_rollout), placed.end)

@@ -25,7 +25,7 @@ function passes(rollout) {
   if (number(ui.high) !== null && !(value !== null && value <= number(ui.high))) return false;
   if (ui.finish && rollout.finish_reason !== ui.finish) return false;
   if (ui.trained && String(rollout.trained) !== ui.trained) return false;
-  return !ui.search || (rollout.text + "\n" + rollout.prompt).toLowerCase().includes(ui.search.toLowerCase());
+  return !ui.search || ((rollout.turns || [[0, rollout.text]]).map(turn => turn[1]).join("\n") + "\n" + rollout.prompt).toLowerCase().includes(ui.search.toLowerCase());
 }
 const ORDERS = {
   newest: (a, b) => b.step - a.step || b.reward - a.reward, oldest: (a, b) => a.step - b.step || b.reward - a.reward,
@@ -104,7 +104,7 @@ function drawDetail(parent, rollout) {
   longText(parent, rollout.prompt, "prompt-text");
   if (rollout.answer !== "None") { make(parent, "h3", "expected"); longText(parent, rollout.answer, "expected-text"); }
   const head = make(parent, "div", undefined, "controls", {style: "margin:0"});
-  make(head, "h3", "answer");
+  make(head, "h3", rollout.turns ? "conversation" : "answer");
   const modes = [["text", "as text"], ["logprob", "tokens by logprob"], ["advantage", "tokens by advantage"], ...(rollout.logprob_gaps ? [["gap", "tokens by sampler–trainer difference"]] : [])];
   const colour = modes.some(([mode]) => mode === ui.colour) ? ui.colour : "text";
   const picker = make(head, "select", undefined, "", {id: "pick-colour", "aria-label": "colour of the tokens"});
@@ -117,7 +117,22 @@ function drawDetail(parent, rollout) {
     drawDetail(parent, rollout);
     if (hasFocus) byId("pick-colour").focus();
   });
-  if (colour === "text") longText(parent, rollout.text, "answer-text", rollout.num_chars); else tokens(parent, rollout, colour);
+  if (rollout.failure) make(parent, "p", `The environment failed: ${visible(rollout.failure)}. The rollout has no reward and is not trained.`, "small");
+  if (colour !== "text") tokens(parent, rollout, colour);
+  else if (rollout.turns) conversation(parent, rollout);
+  else longText(parent, rollout.text, "answer-text", rollout.num_chars);
+}
+
+// One box a turn: who wrote it, how long that took, and for the policy its version.
+function conversation(parent, rollout) {
+  const box = make(parent, "div", undefined, "turns", {id: "turns"});
+  let written = 0;
+  rollout.turns.forEach(([role, text, seconds], place) => {
+    const isPolicys = role === "assistant", span = isPolicys ? rollout.spans[written++] : undefined, turn = make(box, "div", undefined, "turn " + (isPolicys ? "own" : "read"));
+    const version = span ? ` · ${span[1]} tokens of policy version ${[...new Set(span.slice(3))].join("–")}` : "";
+    make(turn, "p", `${isPolicys ? "policy" : visible(role)}${version}${seconds ? ` · ${show(seconds)} s` : ""}`, "small soft");
+    longText(turn, text, `turn-${place}`);
+  });
 }
 
 // A text that the user expanded stays expanded when the page is redrawn.
@@ -140,8 +155,10 @@ function tokens(parent, rollout, mode) {
   make(legend, "span", undefined, "key").style.background = mode === "logprob" ? `linear-gradient(90deg, transparent, ${shade.colours[1]})` : `linear-gradient(90deg, ${shade.colours[0]}, transparent, ${shade.colours[1]})`;
   legend.append(shade.legend[1] + (mode === "logprob" ? " (the sampler's probability)" : ""));
   const box = make(parent, "pre", undefined, "", {id: "answer-tokens", dir: "auto", tabindex: 0});
+  const isWritten = index => !rollout.spans || rollout.spans.some(([start, length]) => index >= start && index < start + length);
   const add = (from, to) => rollout.token_ids.slice(from, to).forEach((id, offset) => {
     const index = from + offset, piece = visible(pieceOf(rollout, id)), strength = shade.of(index), token = make(box, "span", piece.replace(/\n/g, "↵\n"), "token");
+    if (!isWritten(index)) { token.classList.add("read"); token.dataset.tip = `“${piece}”, id ${id}\nread by the policy, not written: not trained`; return; }
     if (Math.abs(strength) > 0.004) token.style.background = `color-mix(in srgb, ${shade.colours[strength > 0 ? 1 : 0]} ${Math.round(8 + 62 * Math.abs(strength))}%, transparent)`;
     const logprob = rollout.logprobs[index], gap = rollout.logprob_gaps ? `\ntrainer's logprob ${show(logprob + rollout.logprob_gaps[index])}, difference ${show(rollout.logprob_gaps[index])}` : "";
     token.dataset.tip = `“${piece}”, id ${id}\nsampler's logprob ${show(logprob)}, probability ${show(Math.exp(logprob))}${gap}\nadvantage ${show(rollout.advantage)}`;
