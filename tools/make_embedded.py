@@ -9,6 +9,7 @@ do sometimes. The same seed on the same machine gives the same bytes.
 import argparse
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -99,18 +100,23 @@ def make_rows(tokenizer, random_, answer, count) -> tuple[torch.Tensor, torch.Te
         reply = [*tokenizer.encode(answer(random_, a, op, b)), tokenizer.eos_token_id]
         rows.append(question + reply)
         labels.append([IGNORED] * len(question) + reply)
+    return padded(rows, labels, tokenizer.pad_token_id)
+
+
+def padded(rows: list[list[int]], labels: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(map(len, rows))
-    ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
     return ids, torch.tensor([row + [IGNORED] * (width - len(row)) for row in labels])
 
 
-def fit(model, tokenizer, random_, answer, *, steps: int, peak_lr: float, batch: int = 64) -> None:
-    """AdamW; the learning rate is constant in the first half and falls linearly to 0 in the second."""
+def fit(model, rows, *, steps: int, peak_lr: float, batch: int = 64) -> None:
+    """`rows(batch)` makes ids and labels. AdamW; the learning rate is constant in the first half and falls linearly to
+    0 in the second."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01, fused=True)
     for step in range(steps):
         for parameters in optimizer.param_groups:
             parameters["lr"] = peak_lr * min(1.0, 2 * (1 - step / steps))
-        ids, labels = make_rows(tokenizer, random_, answer, batch)
+        ids, labels = rows(batch)
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -138,12 +144,17 @@ def make(out: Path, *, seed: int, exact_steps: int, careless_steps: int) -> None
     random_ = random.Random(seed)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
-    fit(model, tokenizer, random_, exact_answer, steps=exact_steps, peak_lr=1e-3)
+    fit(model, partial(make_rows, tokenizer, random_, exact_answer), steps=exact_steps, peak_lr=1e-3)
     taught = accuracy(model, tokenizer, sampled=False)
     print(f"after the exact stage: held-out greedy accuracy {taught:.3f}", flush=True)
-    fit(model, tokenizer, random_, careless_answer, steps=careless_steps, peak_lr=3e-4)
+    fit(model, partial(make_rows, tokenizer, random_, careless_answer), steps=careless_steps, peak_lr=3e-4)
     greedy, sampled = (accuracy(model, tokenizer, sampled=s) for s in (False, True))
     print(f"after the careless stage: held-out accuracy greedy {greedy:.3f}, sampled {sampled:.3f}")
+    save(model, tokenizer, out)
+
+
+def save(model, tokenizer, out: Path) -> None:
+    """Replaces the folder `out`."""
     shutil.rmtree(out, ignore_errors=True)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(out)

@@ -8,16 +8,15 @@ that is copied wrongly. The same seed on the same machine gives the same bytes.
 
 import argparse
 import random
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
 
 from podium.data.products import split_of
-from tools.make_embedded import CHAT_TEMPLATE, IGNORED, make_model, make_tokenizer
+from tools.make_embedded import CHAT_TEMPLATE, IGNORED, fit, make_model, make_tokenizer, padded, save
 
 MARKED_TEMPLATE = "{# tools are called as <call>name(argument)</call> #}" + CHAT_TEMPLATE
 Segment = tuple[str, bool]
@@ -70,25 +69,7 @@ def make_rows(tokenizer: Any, random_: random.Random, play: Callable[..., list[S
             label += own if is_policys else [IGNORED] * len(own)
         rows.append(ids)
         labels.append(label)
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
-    return ids, torch.tensor([row + [IGNORED] * (width - len(row)) for row in labels])
-
-
-def fit(model: Any, tokenizer: Any, random_: random.Random, play: Any, *, steps: int, peak_lr: float) -> None:
-    """AdamW; the learning rate is constant in the first half and falls linearly to 0 in the second."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01, fused=True)
-    for step in range(steps):
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = peak_lr * min(1.0, 2 * (1 - step / steps))
-        ids, labels = make_rows(tokenizer, random_, play, 64)
-        loss = model(input_ids=ids, labels=labels).loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 250 == 0 or step == steps - 1:
-            print(f"step {step:>6} of {steps}  loss {loss.item():.4f}", flush=True)
+    return padded(rows, labels, tokenizer.pad_token_id)
 
 
 def make(out: Path, *, seed: int, exact_steps: int, careless_steps: int) -> None:
@@ -97,13 +78,9 @@ def make(out: Path, *, seed: int, exact_steps: int, careless_steps: int) -> None
     tokenizer = make_tokenizer()
     tokenizer.chat_template = MARKED_TEMPLATE
     model = make_model(len(tokenizer))
-    fit(model, tokenizer, random_, exact, steps=exact_steps, peak_lr=1e-3)
-    fit(model, tokenizer, random_, careless, steps=careless_steps, peak_lr=3e-4)
-    shutil.rmtree(out, ignore_errors=True)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    assert AutoTokenizer.from_pretrained(out).encode("37 * 48") == tokenizer.encode("37 * 48")
+    fit(model, partial(make_rows, tokenizer, random_, exact), steps=exact_steps, peak_lr=1e-3)
+    fit(model, partial(make_rows, tokenizer, random_, careless), steps=careless_steps, peak_lr=3e-4)
+    save(model, tokenizer, out)
 
 
 if __name__ == "__main__":

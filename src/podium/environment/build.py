@@ -1,4 +1,4 @@
-"""From `[[tool]]` and `[environment]` to what an episode needs: the recipe for workers, and what the policy is told."""
+"""From `[[tool]]` and `[environment]` to what an episode needs: the recipe for workers, and the tool descriptions."""
 
 import inspect
 from collections.abc import Mapping

@@ -22,7 +22,7 @@ class Gymnasium:
         self,
         *,
         id: Annotated[str, Field(description="the environment's id, or module:id")],
-        rules: Annotated[str, Field(description="what the policy is told before the first observation")] = "",
+        rules: Annotated[str, Field(description="text that the policy reads before the first observation")] = "",
         options: Annotated[dict[str, Any], Field(description="keywords of gymnasium.make")] = {},  # noqa: B006
     ) -> None:
         import gymnasium

@@ -354,7 +354,7 @@ class Pool(Generic[M]):
         room."""
         self._num_waiting += 1
         try:
-            async with self._turn:  # whoever has waited longest is next
+            async with self._turn:  # the call that has waited longest is next
                 member = await self._changes.until(lambda: self._with_room(size, first))
                 assert member is not None
                 member.num_in_flight += size

@@ -1,8 +1,8 @@
 """How a policy calls tools: the JSON schema of a Python function, and the call formats of model families.
 
 The format follows from the chat template, which was made for the format that the model learnt. A model whose template
-knows no tools is told about them in its system message, and writes `<call>name(argument = value)</call>`. A template
-that mentions `<call>` is of a model that learnt this format.
+knows no tools gets their descriptions in its system message, and writes `<call>name(argument = value)</call>`. A
+template that mentions `<call>` is of a model that learnt this format.
 """
 
 import ast
@@ -34,7 +34,7 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
     fault: str = ""
-    """Why it cannot be executed; the policy is told."""
+    """Why it cannot be executed; the policy reads this as the result."""
 
 
 def schema_of(name: str, function: Callable[..., Any], doc: str | None = None) -> dict[str, Any]:
@@ -189,7 +189,7 @@ EXAMPLES = {
 
 
 def instructions(call_format: CallFormat, schemas: Sequence[Mapping[str, Any]]) -> str:
-    """What a model is told whose chat template does not describe the tools."""
+    """The tool descriptions for the system message, for a chat template that does not describe tools."""
     example = EXAMPLES[call_format.name]
     lines = [f"You can call these tools. Write {example}, end your turn, and read the result."]
     for schema in schemas:
